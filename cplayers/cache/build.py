@@ -92,7 +92,10 @@ def build_plan(requests: Sequence[Request], view: RankView, version: int) -> Ste
         owner=owner,
         index=index,
         decode_writes=Writes.of(decode_slots, view.device),
-        prefill_writes=Writes() if prefill_slots is None else Writes.of(prefill_slots, view.device),
+        prefill_writes=tuple(
+            Writes.of(piece, view.device)
+            for piece in ([] if prefill_slots is None else prefill_slots.chunk(view.pcp_size))
+        ),
         version=version,
         _runs=_decode_runs([requests[i] for i in decode], view),
     )

@@ -237,7 +237,7 @@ class PagedKVCache:
         Args:
             plan: The current plan.
             layer: Layer index.
-            writes: ``plan.decode_writes`` or ``plan.prefill_writes``.
+            writes: ``plan.decode_writes`` or one of ``plan.prefill_writes``.
             planes: One tensor `[rows, heads, dim]` per plane of the spec.
         """
         pending = self._require(plan)

@@ -123,6 +123,8 @@ class StepPlan:
         prefill: The requests without cached context, ``None`` if there are none.
         owner: PCP rank that computes each packed token (0 for decode rows), int64 `[P]`.
         index: Row of each packed token on its owner, int64 `[P]`.
+        decode_writes: Where the decode rows' K/V go.
+        prefill_writes: Where each PCP rank's prefill K/V go, one entry per rank.
     """
 
     seqs: tuple[Hashable, ...]
@@ -141,7 +143,7 @@ class StepPlan:
     owner: Tensor
     index: Tensor
     decode_writes: Writes
-    prefill_writes: Writes
+    prefill_writes: tuple[Writes, ...]
     version: int
     _runs: tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...] = field(repr=False, default=())
     _reads: dict[int | None, tuple[Read, ...]] = field(repr=False, default_factory=dict)

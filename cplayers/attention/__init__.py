@@ -1,0 +1,26 @@
+"""Context-parallel attention layers and the pieces they are composed of."""
+
+from cplayers.attention.cached import attend_cached, gather_heads
+from cplayers.attention.combine import Combine, combine
+from cplayers.attention.gqa import DCPGQAAttention
+from cplayers.attention.heads import HeadShard, head_shard
+from cplayers.attention.linear import RowParallelLinear
+from cplayers.attention.prefill import PCPPrefillAttention, PrefillResult
+from cplayers.attention.tokens import gather_rows, take_rows
+from cplayers.attention.tpa import TPAQProj
+
+__all__ = [
+    "Combine",
+    "DCPGQAAttention",
+    "HeadShard",
+    "PCPPrefillAttention",
+    "PrefillResult",
+    "RowParallelLinear",
+    "TPAQProj",
+    "attend_cached",
+    "combine",
+    "gather_heads",
+    "gather_rows",
+    "head_shard",
+    "take_rows",
+]

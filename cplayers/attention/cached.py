@@ -1,0 +1,95 @@
+"""Attention of decode rows to this rank's shard of the cache: strategy ``gather_q``.
+
+The queries of the group's heads visit the keys: every rank attends with all of them to the keys that
+it holds, and the group combines the partial outputs.
+
+    q_own  [T, n, H]  --all-gather over the group's TP neighbours-->  q [T, N, H]
+    for each run of consecutive blocks:   attend(q, keys in place, lo, hi)      -> Partial
+    merge the runs of a row                                                     -> Partial
+    combine over the group                                                      -> [T, n, V]
+"""
+
+from __future__ import annotations
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from cplayers.cache import PagedKVCache, StepPlan
+from cplayers.mesh import CPMesh
+from cplayers.ops import Partial, attend, empty, merge
+
+
+def gather_heads(q: Tensor, mesh: CPMesh) -> Tensor:
+    """Own heads `[T, n, H]` to the group's heads `[T, N, H]`.
+
+    Members that differ only in their PCP rank hold the same decode rows, so the gather runs over the
+    TP neighbours alone; without PCP these are the DCP group itself.
+    """
+    axis = "dcp" if mesh.size("pcp") == 1 else "dcp_tp"
+    if mesh.size(axis) == 1:
+        return q
+    return rearrange(mesh.all_gather(q, axis), "k t n h -> t (k n) h")
+
+
+def attend_cached(
+    q: Tensor,
+    cache: PagedKVCache,
+    plan: StepPlan,
+    layer: int,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    backend: str = "auto",
+) -> Partial:
+    """Partial attention of the plan's decode rows to the keys on this rank.
+
+    Args:
+        q: The group's heads of the decode rows, `[T, N, H]`.
+        cache: Holds this step's keys already.
+        plan: The step.
+        layer: Layer index in the cache.
+        scale: Factor on the logits.
+        softcap: Soft cap on the logits, or ``None``.
+        backend: See `cplayers.ops.attend`.
+
+    Returns:
+        out `[T, N, V]`, lse `[T, N]`; (0, -inf) for rows whose keys are all on other ranks.
+    """
+    reads = plan.reads()
+    rows: list[Partial] = []
+    done, i = 0, 0
+    while i < len(reads):
+        row0, row1 = reads[i].row0, reads[i].row1
+        if done < row0:
+            rows.append(_nothing(q[done:row0], cache))
+        parts = []
+        while i < len(reads) and reads[i].row0 == row0:
+            read = reads[i]
+            keys, values = cache.view(layer, read.slot, read.length)
+            parts.append(
+                attend(
+                    q if row0 == 0 and row1 == len(q) else q[row0:row1],
+                    keys,
+                    values,
+                    read.lo,
+                    read.hi,
+                    scale=scale,
+                    softcap=softcap,
+                    backend=backend,
+                    tiles=read.tiles,
+                )
+            )
+            i += 1
+        rows.append(parts[0] if len(parts) == 1 else merge(parts))
+        done = row1
+    if done < len(q):
+        rows.append(_nothing(q[done:], cache))
+    if len(rows) == 1:
+        return rows[0]
+    return Partial(torch.cat([row.out for row in rows]), torch.cat([row.lse for row in rows]))
+
+
+def _nothing(q: Tensor, cache: PagedKVCache) -> Partial:
+    value_dim = cache.spec.planes[-1].dim
+    return empty(q.shape[0], q.shape[1], value_dim, dtype=q.dtype, device=q.device)

@@ -1,0 +1,317 @@
+"""`DCPGQAAttention`: grouped-query attention over a KV cache that is spread over ranks.
+
+Legend: T rows of this rank, N query heads of the model, n = N / tp own heads, K KV heads of this
+rank, H head dim, k TP neighbours in the DCP group, p PCP ranks, g = k*p DCP ranks, e bytes per element.
+
+    q, k, v = project(x)                              # q: own n heads, or k*n with TPA
+    q, k    = rope(norm(q)), rope(norm(k))
+    prefill rows: out, shards = PCPPrefillAttention(q, k, v);  cache.write(shards)
+    decode rows:  cache.write(k, v)
+                  q = gather_heads(q)                 # nothing to do with TPA
+                  out = combine(attend_cached(q))     # each rank: the keys it owns
+    y = o_proj(out)                                   # all-reduce over tp
+
+Communication of a decode step per layer, before o_proj:
+
+| q_proj | combine | collectives | sent per rank, bytes (p = 1: g = k)                            |
+|--------|---------|-------------|----------------------------------------------------------------|
+| gather | a2a     | 2           | (k-1)/k * T*kn*H*e  +  (g-1) * T*n*(H*e + 4)                    |
+| tpa    | a2a     | 1           | (g-1) * T*n*(H*e + 4)                                          |
+| gather | ag_rs   | 3           | (k-1)/k * T*kn*H*e  +  (g-1) * T*kn*4  +  (g-1) * T*n*H*4       |
+| gather | ar      | 3           | (k-1)/k * T*kn*H*e  +  (g-1) * T*kn*4  +  2*(g-1)/g * T*kn*H*4  |
+
+Every degree 1 is the plain layer: no collective, no copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from cplayers.attention.cached import attend_cached, gather_heads
+from cplayers.attention.combine import Combine, combine, require_combine
+from cplayers.attention.heads import HeadShard, head_shard
+from cplayers.attention.linear import RowParallelLinear
+from cplayers.attention.prefill import PCPPrefillAttention
+from cplayers.attention.tpa import TPAQProj
+from cplayers.cache import GQASpec, PagedKVCache, StepPlan
+from cplayers.errors import ConfigError
+from cplayers.mesh import CPMesh, validate
+from cplayers.ops import apply_rope
+
+QProj = Literal["gather", "tpa"]
+
+
+class DCPGQAAttention(nn.Module):
+    """Grouped-query attention under TP, DCP and PCP.
+
+    Args:
+        hidden_size: Model width.
+        num_heads: Query heads of the model (N).
+        num_kv_heads: KV heads of the model.
+        head_dim: Dimension of a head (H).
+        layer_idx: Layer index in the cache.
+        q_proj: ``"gather"`` projects own heads and gathers the group's when decoding; ``"tpa"``
+            projects the group's heads on each of its ranks (`TPAQProj`).
+        combine: How partial outputs are combined, see `cplayers.attention.combine`.
+        prefill: Core for prompts; by default a `PCPPrefillAttention` with strategy ``"auto"``.
+        backend: Local attention backend, see `cplayers.ops.attend`.
+        softcap: Soft cap on the logits, or ``None``.
+        scale: Factor on the logits; ``head_dim ** -0.5`` by default.
+        qk_norm: Epsilon of an RMS norm on each head of q and k (Qwen3), or ``None``.
+        bias: Bias on the q, k and v projections (Qwen2).
+        o_bias: Bias on the output projection.
+        mesh: The ranks.
+
+    Raises:
+        ConfigError: If the heads cannot be laid out on the mesh.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        layer_idx: int,
+        q_proj: QProj = "gather",
+        combine: Combine = "a2a",
+        prefill: PCPPrefillAttention | None = None,
+        backend: str = "auto",
+        softcap: float | None = None,
+        scale: float | None = None,
+        qk_norm: float | None = None,
+        bias: bool = False,
+        o_bias: bool = False,
+        mesh: CPMesh,
+    ) -> None:
+        super().__init__()
+        if q_proj not in ("gather", "tpa"):
+            raise ConfigError(
+                f"q_proj={q_proj!r}",
+                "queries are gathered or projected for the group (TPA)",
+                "choose 'gather' or 'tpa'",
+            )
+        require_combine(combine)
+        validate(
+            mesh.topology,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            block_size=1,
+            interleave_size=1,
+            replicate_q=q_proj == "tpa",
+        )
+        self.hidden_size, self.head_dim = hidden_size, head_dim
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.layer_idx, self.combine, self.backend = layer_idx, combine, backend
+        self.softcap = softcap
+        self.scale = head_dim**-0.5 if scale is None else scale
+        self.mesh = mesh
+        self.heads: HeadShard = head_shard(
+            mesh.topology, mesh.rank("tp"), num_heads, num_kv_heads, replicate_q=q_proj == "tpa"
+        )
+        self.q_proj: nn.Linear | TPAQProj
+        if q_proj == "tpa":
+            self.q_proj = TPAQProj(hidden_size, num_heads, head_dim, bias=bias, mesh=mesh)
+        else:
+            self.q_proj = nn.Linear(hidden_size, self.heads.num_own * head_dim, bias=bias)
+        self.k_proj = nn.Linear(hidden_size, self.heads.num_kv * head_dim, bias=bias)
+        self.v_proj = nn.Linear(hidden_size, self.heads.num_kv * head_dim, bias=bias)
+        self.o_proj = RowParallelLinear(
+            self.heads.num_own * head_dim, hidden_size, bias=o_bias, mesh=mesh
+        )
+        self.q_norm = None if qk_norm is None else nn.RMSNorm(head_dim, eps=qk_norm)
+        self.k_norm = None if qk_norm is None else nn.RMSNorm(head_dim, eps=qk_norm)
+        self.prefill = prefill or PCPPrefillAttention(backend=backend, mesh=mesh)
+        self._prefill_kv_heads = self._kv_heads_of_own()
+
+    @property
+    def cache_spec(self) -> GQASpec:
+        """What this layer stores per token on this rank."""
+        return GQASpec(self.heads.num_kv, self.head_dim)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        cache: PagedKVCache,
+        plan: StepPlan,
+    ) -> Tensor:
+        """Attend for this rank's rows of the step.
+
+        Args:
+            hidden_states: `[T, hidden_size]`, or with leading dimensions of size 1.
+            position_embeddings: cos and sin of the rows' positions, `[T, H]` or `[1, T, H]` each.
+            cache: This rank's cache; the step's keys and values are written to it.
+            plan: The step, from ``cache.plan``.
+
+        Returns:
+            Same shape as ``hidden_states``, the same on all TP ranks.
+
+        Raises:
+            ConfigError: If the number of rows is not the plan's.
+        """
+        x = hidden_states.reshape(-1, self.hidden_size)
+        if x.shape[0] != plan.num_rows:
+            raise ConfigError(
+                f"hidden_states with {x.shape[0]} rows",
+                f"the plan has {plan.num_rows} rows on this rank",
+                "pass the rows plan.tokens of the packed step",
+            )
+        cos, sin = (t.reshape(-1, t.shape[-1]) for t in position_embeddings)
+        k = self._heads(self.k_proj(x), self.k_norm, cos, sin)
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        decode = plan.num_decode
+        outs = []
+        if decode:
+            rows = slice(0, decode)
+            outs.append(self._decode(x[rows], cos[rows], sin[rows], k[rows], v[rows], cache, plan))
+        if plan.prefill is not None:
+            rows = slice(decode, None)
+            outs.append(self._prompt(x[rows], cos[rows], sin[rows], k[rows], v[rows], cache, plan))
+        if not outs:  # a step without tokens
+            outs = [x.new_zeros(0, self.heads.num_own, self.head_dim)]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs)
+        return self.o_proj(out.flatten(1)).view(hidden_states.shape)
+
+    def _decode(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: PagedKVCache,
+        plan: StepPlan,
+    ) -> Tensor:
+        cache.write(plan, self.layer_idx, plan.decode_writes, k, v)
+        q = self._heads(self.q_proj(x), self.q_norm, cos, sin)
+        if not isinstance(self.q_proj, TPAQProj):
+            q = gather_heads(q, self.mesh)
+        partial = attend_cached(
+            q,
+            cache,
+            plan,
+            self.layer_idx,
+            scale=self.scale,
+            softcap=self.softcap,
+            backend=self.backend,
+        )
+        return combine(partial, self.mesh, self.combine)
+
+    def _prompt(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cache: PagedKVCache,
+        plan: StepPlan,
+    ) -> Tensor:
+        assert plan.prefill is not None
+        project = self.q_proj.own if isinstance(self.q_proj, TPAQProj) else self.q_proj
+        q = self._heads(project(x), self.q_norm, cos, sin)
+        result = self.prefill(
+            q,
+            k,
+            v,
+            plan.prefill,
+            scale=self.scale,
+            softcap=self.softcap,
+            kv_heads=self._prefill_kv_heads,
+        )
+        for writes, (keys, values) in zip(plan.prefill_writes, result.shards, strict=True):
+            cache.write(plan, self.layer_idx, writes, keys, values)
+        return result.out
+
+    def _heads(self, flat: Tensor, norm: nn.Module | None, cos: Tensor, sin: Tensor) -> Tensor:
+        """`[T, heads * H]` to `[T, heads, H]`, normed and rotated."""
+        x = flat.unflatten(-1, (-1, self.head_dim))
+        return apply_rope(x if norm is None else norm(x), cos, sin)
+
+    def _kv_heads_of_own(self) -> slice | Tensor | None:
+        """The group's KV heads that own queries read: all, a run of them, or one per query head."""
+        if self.heads.num_own == self.heads.num_group:
+            return None
+        reads = self.heads.kv_of_own()
+        first, last = reads[0], reads[-1]
+        each = len(reads) // (last - first + 1)
+        if reads == tuple(first + i // each for i in range(len(reads))):
+            return slice(first, last + 1)
+        return torch.tensor(reads)
+
+    @classmethod
+    def from_full(
+        cls,
+        *,
+        q_proj: nn.Linear,
+        k_proj: nn.Linear,
+        v_proj: nn.Linear,
+        o_proj: nn.Linear,
+        head_dim: int,
+        q_norm: nn.Module | None = None,
+        k_norm: nn.Module | None = None,
+        mode: QProj = "gather",
+        mesh: CPMesh,
+        **kwargs: Any,
+    ) -> Self:
+        """Build the layer from unsharded projections, keeping their Parameters, cut to this rank.
+
+        Args:
+            q_proj: `[N*H, hidden]`; with k_proj, v_proj, o_proj the plain layer's projections.
+            k_proj: `[K*H, hidden]`.
+            v_proj: `[K*H, hidden]`.
+            o_proj: `[hidden, N*H]`.
+            head_dim: Dimension of a head.
+            q_norm: Norm on each query head, used as it is.
+            k_norm: Norm on each key head, used as it is.
+            mode: The layer's ``q_proj`` argument.
+            mesh: The ranks.
+            **kwargs: Further arguments of the constructor (``layer_idx``, ``combine``, ...).
+        """
+        hidden = q_proj.in_features
+        with torch.device("meta"):
+            layer = cls(
+                hidden,
+                q_proj.out_features // head_dim,
+                k_proj.out_features // head_dim,
+                head_dim,
+                q_proj=mode,
+                bias=q_proj.bias is not None,
+                o_bias=o_proj.bias is not None,
+                mesh=mesh,
+                **kwargs,
+            )
+        heads = layer.heads
+        q_rows = heads.group if mode == "tpa" else heads.own
+        _adopt(layer.q_proj, q_proj, dim=0, rows=q_rows, head_dim=head_dim)
+        _adopt(layer.k_proj, k_proj, dim=0, rows=heads.kv, head_dim=head_dim)
+        _adopt(layer.v_proj, v_proj, dim=0, rows=heads.kv, head_dim=head_dim)
+        _adopt(layer.o_proj, o_proj, dim=1, rows=heads.own, head_dim=head_dim)
+        layer.q_norm, layer.k_norm = q_norm, k_norm
+        return layer.train(q_proj.training)
+
+    def extra_repr(self) -> str:
+        """What runs, and how it is spread."""
+        size = self.mesh.size
+        return (
+            f"heads {self.heads.own[0]}..{self.heads.own[1] - 1} of {self.num_heads}, "
+            f"kv {self.heads.kv[0]}..{self.heads.kv[1] - 1} of {self.num_kv_heads}, "
+            f"head_dim={self.head_dim}, layer_idx={self.layer_idx}, combine={self.combine}, "
+            f"backend={self.backend}, tp={size('tp')}, dcp={size('dcp')}, pcp={size('pcp')}"
+        )
+
+
+def _adopt(
+    target: nn.Module, source: nn.Linear, *, dim: int, rows: tuple[int, int], head_dim: int
+) -> None:
+    """Give ``target`` the Parameters of ``source``, cut to ``rows`` heads along ``dim``."""
+    start, length = rows[0] * head_dim, (rows[1] - rows[0]) * head_dim
+    for name, param in list(source.named_parameters(recurse=False)):
+        if param.dim() > dim and length != param.shape[dim]:
+            param.data = param.data.narrow(dim, start, length).clone()
+        setattr(target, name, param)

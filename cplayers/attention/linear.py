@@ -1,0 +1,48 @@
+"""Row-parallel output projection: the one collective of a layer outside attention itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from cplayers.mesh import CPMesh
+
+
+class RowParallelLinear(nn.Module):
+    """``y = x W^T + b`` with W's input features split over TP.
+
+    A rank multiplies its slice of the features by its slice of W; the sum over TP is one all-reduce,
+    after which the bias is added once.
+
+    Args:
+        in_features: Input features of this rank.
+        out_features: Output features.
+        bias: Whether there is a bias (whole on every rank).
+        mesh: The ranks.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool = False, mesh: CPMesh
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.mesh = in_features, out_features, mesh
+        self.weight = nn.Parameter(torch.empty(out_features, in_features))
+        self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
+        nn.init.kaiming_uniform_(self.weight, a=5**0.5)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[T, in_features]` of this rank to `[T, out_features]`, the same on all of TP."""
+        if self.mesh.size("tp") == 1:
+            return functional.linear(x, self.weight, self.bias)
+        y = self.mesh.all_reduce(functional.linear(x, self.weight), "tp")
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        """Sizes as in ``nn.Linear``, and the TP degree."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, tp={self.mesh.size('tp')}"
+        )
