@@ -1,0 +1,36 @@
+"""Tensor maths without process groups: partial attention, its merge, spans, backends, rotary."""
+
+from __future__ import annotations
+
+from cplayers.ops.attend import attend, available_backends, select
+from cplayers.ops.partial import (
+    Partial,
+    add_sink,
+    empty,
+    merge,
+    merge_stacked,
+    scale_weights,
+    weigh,
+)
+from cplayers.ops.reference import attention_reference
+from cplayers.ops.rope import apply_rope
+from cplayers.ops.spans import Spans, Tile, spans, tile_rows
+
+__all__ = [
+    "Partial",
+    "Spans",
+    "Tile",
+    "add_sink",
+    "apply_rope",
+    "attend",
+    "attention_reference",
+    "available_backends",
+    "empty",
+    "merge",
+    "merge_stacked",
+    "scale_weights",
+    "select",
+    "spans",
+    "tile_rows",
+    "weigh",
+]

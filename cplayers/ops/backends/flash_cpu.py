@@ -1,0 +1,92 @@
+"""Backend ``"flash_cpu"``: torch's fused attention operator for CPUs, called tile by tile.
+
+Traps of the operator, closed here: a row whose mask hides every key gets lse 0 instead of -inf;
+zero keys end the process (no tile is empty); vectors that are not contiguous are read as if they
+were.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cplayers.ops.backends.base import Backend
+from cplayers.ops.backends.rows_cpu import pad_rows
+from cplayers.ops.backends.tiled import Kernels, device_refusal, pack, unpack
+from cplayers.ops.partial import Partial
+
+_OPERATOR: Any = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
+_FLASH: Any = getattr(_OPERATOR, "default", None)
+
+PAD_KEYS = 1024
+"""From so many keys on, padding 2 or 3 rows to 4 costs less than it saves."""
+
+
+def full(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> Partial:
+    """See `Kernels.full`. The query heads of a KV head are rows of one call: keys are read once."""
+    rows = pack(q, len(k))
+    num_rows = rows.shape[1]
+    if k.shape[1] >= PAD_KEYS:
+        rows = pad_rows(rows)
+    out, lse = _FLASH(rows.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), 0.0, False, scale=scale)
+    out, lse = out.squeeze(0), lse.squeeze(0)
+    if rows.shape[1] != num_rows:
+        out, lse = out.narrow(1, 0, num_rows), lse.narrow(1, 0, num_rows)
+    return unpack(Partial(out, lse), len(q))
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> Partial:
+    """See `Kernels.causal`."""
+    return _by_head(q, k, v, scale, is_causal=True)
+
+
+def masked(
+    q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor, scale: float, softcap: float | None
+) -> Partial:
+    """See `Kernels.masked`."""
+    keys = torch.arange(k.shape[1])
+    hidden = (keys < lo.unsqueeze(1)) | (keys >= hi.unsqueeze(1))
+    mask = torch.zeros(hidden.shape, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
+    out, lse = _by_head(q, k, v, scale, mask=mask)
+    blind = hidden.all(1).unsqueeze(1)
+    return Partial(out.masked_fill(blind.unsqueeze(2), 0.0), lse.masked_fill(blind, float("-inf")))
+
+
+def _by_head(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    *,
+    is_causal: bool = False,
+    mask: Tensor | None = None,
+) -> Partial:
+    """The operator as it is: query heads apart, each with the keys of its KV head."""
+    out, lse = _FLASH(
+        q.transpose(0, 1).unsqueeze(0),
+        k.unsqueeze(0),
+        v.unsqueeze(0),
+        0.0,
+        is_causal,
+        attn_mask=None if mask is None else mask[None, None],
+        scale=scale,
+    )
+    return Partial(out[0].transpose(0, 1), lse[0].transpose(0, 1))
+
+
+def refuse(q: Tensor, k: Tensor, v: Tensor, softcap: float | None) -> str | None:
+    """Why the operator cannot do this, or ``None``."""
+    if _FLASH is None:
+        return f"torch {torch.__version__} has no such operator"
+    if softcap is not None:
+        return f"it has no softcap, {softcap} was asked for"
+    if v.shape[-1] != q.shape[-1]:
+        return f"it needs V == H, got V={v.shape[-1]}, H={q.shape[-1]}"
+    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        return "it needs q, k and v contiguous in their last dimension"
+    return device_refusal(q)
+
+
+FLASH_CPU = Backend("flash_cpu", Kernels(full, causal, masked).run, refuse)

@@ -1,0 +1,75 @@
+"""Backend ``"rows_cpu"``: few query rows over many keys, at the speed of reading them.
+
+    scores^T [K, s, M] = k [K, s, H] @ q^T [K, H, M]      keys on the left
+    softmax over s of the transposed copy [K, M, s], then w [K, M, s] @ v [K, s, V]
+
+With the few rows on the left the matrix library reads keys that do not fit the cache at half the
+speed. Parts of a tile that are not "full" are done by ``"math"``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from cplayers.ops.backends import math
+from cplayers.ops.backends.base import Backend
+from cplayers.ops.backends.tiled import Kernels, device_refusal, pack, unpack
+from cplayers.ops.partial import Partial
+
+MAX_ROWS = 8
+"""Rows per KV head (G*t) up to which `full` beats flash, on keys of at least `MIN_BYTES`."""
+
+MIN_BYTES = 1 << 23
+"""Size of a part's keys from which they no longer stay in cache.
+
+Measured on an AMD EPYC core, fp32, K = 8, H = 128, keys not in cache; milliseconds of `full`
+against the flash operator:
+
+======  =========  =========  =========  =========
+rows    s = 65536  1 thread   s = 65536  2 threads
+        here       flash      here       flash
+======  =========  =========  =========  =========
+1       45         75         26         73
+4       52         76         27         41
+8       77         86         42         47
+16      146        108        84         69
+======  =========  =========  =========  =========
+
+On keys of 1.5 MiB and below (s = 2048, K = 3, H = 64) flash wins or ties at every number of rows.
+"""
+
+
+def pays(q: Tensor, k: Tensor) -> bool:
+    """Whether `full` beats flash for q `[t, N, H]`, k `[K, s, H]`."""
+    return q.shape[0] * q.shape[1] <= MAX_ROWS * k.shape[0] and k.numel() * k.itemsize >= MIN_BYTES
+
+
+def pad_rows(q: Tensor) -> Tensor:
+    """Fill the rows of q `[K, M, H]` up to a multiple of 4 with zeros, unless M is 1.
+
+    The matrix library takes twice as long for 2 or 3 rows as for 4.
+    """
+    missing = -q.shape[1] % 4
+    return pad(q, (0, 0, 0, missing)) if missing and q.shape[1] > 1 else q
+
+
+def full(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> Partial:
+    """See `Kernels.full`."""
+    rows = pack(q, len(k)) * scale
+    num_rows = rows.shape[1]
+    scores = torch.bmm(k, pad_rows(rows).transpose(1, 2)).transpose(1, 2).contiguous()
+    out, lse = math.soften(math.cap(scores, softcap), v)
+    return unpack(Partial(out[:, :num_rows], lse[:, :num_rows]), len(q))
+
+
+def _refuse(q: Tensor, k: Tensor, v: Tensor, softcap: float | None) -> str | None:
+    if q.dtype not in (torch.float32, torch.float64):
+        # A product of bf16 matrices is rounded to bf16, which scores do not survive.
+        return f"it computes in the dtype of its inputs, which for {q.dtype} is too coarse"
+    return device_refusal(q)
+
+
+KERNELS = Kernels(full, math.KERNELS.causal, math.KERNELS.masked)
+ROWS_CPU = Backend("rows_cpu", KERNELS.run, _refuse)
