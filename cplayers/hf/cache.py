@@ -1,0 +1,153 @@
+"""`CPCache`: what ``generate`` carries from step to step, a batch of sequences in the paged cache."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from cplayers.cache import PagedKVCache
+from cplayers.errors import ConfigError
+from cplayers.hf.batch import Batch
+
+_NAMES = itertools.count()
+
+
+class CPCache(Cache):
+    """A batch of sequences in a `PagedKVCache`, seen as a transformers cache.
+
+    transformers counts *columns*, padding included; the paged cache holds real tokens only. This class
+    keeps both: the sequences of the batch, the columns so far, and for each row the first real one.
+    The sequences are freed by `free`, or when the object is garbage collected.
+
+    Args:
+        paged: The cache of this rank.
+    """
+
+    def __init__(self, paged: PagedKVCache) -> None:
+        super().__init__(layers=[])
+        self.paged = paged
+        self.seqs: list[int] = []
+        self.columns = 0
+        self.expected = 0  # columns that the call will need in all, if known
+        self.first: list[int] = []
+        self._tail: list[int] = []  # real tokens since the last padding column, per row
+        self._finalizer: weakref.finalize[..., CPCache] | None = None
+
+    def start(self, batch: int) -> None:
+        """Add ``batch`` empty sequences."""
+        self.seqs = [next(_NAMES) for _ in range(batch)]
+        for seq in self.seqs:
+            self.paged.add(seq)
+        self.first, self._tail, self.columns = [0] * batch, [0] * batch, 0
+        self._finalizer = weakref.finalize(self, _free, self.paged, tuple(self.seqs))
+
+    def free(self) -> None:
+        """Give the blocks back; the object is then empty and can be started again."""
+        if self._finalizer is not None:
+            self._finalizer()
+        self.seqs, self.first, self._tail, self.columns = [], [], [], 0
+
+    def accept(self, batch: Batch) -> None:
+        """Count the columns of a step that was committed."""
+        for row in range(len(self.seqs)):
+            self.first[row] = batch.first[row]
+            tail = batch.trailing(row)
+            self._tail[row] = self._tail[row] + tail if tail == batch.columns else tail
+        self.columns += batch.columns
+
+    # What transformers asks for
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns so far, padding included."""
+        return self.columns
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """-1: no maximum."""
+        return -1
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last ``abs(tokens_to_remove)`` columns, e.g. rejected draft tokens.
+
+        Raises:
+            ConfigError: If one of them is padding.
+        """
+        count = abs(tokens_to_remove)
+        if count > min(self._tail, default=0):
+            raise ConfigError(
+                f"crop of {count} columns",
+                "only tokens after the last padding can be dropped",
+                f"drop at most {min(self._tail, default=0)}",
+            )
+        if not count:
+            return
+        for seq in self.seqs:
+            self.paged.truncate(seq, self.paged.length(seq) - count)
+        self.columns -= count
+        self._tail = [tail - count for tail in self._tail]
+
+    def reset(self) -> None:
+        """Free all sequences."""
+        self.free()
+
+    def update(self, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+        """Not reached: swapped layers write to the paged cache themselves."""
+        raise ConfigError(
+            "cache.update",
+            "a plain attention module met a context-parallel cache",
+            "swap every attention module with parallelize",
+        )
+
+    def _no_beams(self, *args: object, **kwargs: object) -> None:
+        raise ConfigError(
+            "a reordered cache", "beam search is not supported", "use greedy decoding or sampling"
+        )
+
+    reorder_cache = batch_repeat_interleave = batch_select_indices = _no_beams
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: the past is always kept."""
+
+    @property
+    def batch_size(self) -> int:
+        """Sequences in the batch."""
+        return len(self.seqs)
+
+    @property
+    def is_compileable(self) -> bool:
+        """Shapes are not static."""
+        return False
+
+    @property
+    def is_initialized(self) -> bool:
+        """Storage exists from the start."""
+        return True
+
+    @property
+    def is_croppable(self) -> bool:
+        """`crop` restores the state exactly."""
+        return True
+
+    @property
+    def is_sliding(self) -> list[bool]:
+        """No layer slides."""
+        return [False] * self.paged.num_layers
+
+    @property
+    def is_linear(self) -> list[bool]:
+        """No layer is linear attention."""
+        return [False] * self.paged.num_layers
+
+    def __len__(self) -> int:
+        return self.paged.num_layers
+
+    def __repr__(self) -> str:
+        return f"CPCache(batch={len(self.seqs)}, columns={self.columns}, {self.paged!r})"
+
+
+def _free(paged: PagedKVCache, seqs: tuple[int, ...]) -> None:
+    for seq in seqs:
+        if seq in paged.seqs:
+            paged.free(seq)

@@ -1,0 +1,141 @@
+"""What a parallelized model refuses, before anything changes and on all ranks alike."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cplayers.errors import ConfigError
+from cplayers.hf.batch import Batch
+from cplayers.hf.cache import CPCache
+from cplayers.mesh import CPMesh
+
+
+def check_call(
+    model: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None, cache: object
+) -> Tensor:
+    """Check the arguments of ``forward``; returns the tokens or embeddings.
+
+    Raises:
+        ConfigError: On no input or both kinds, a foreign cache, or dropout in training mode.
+    """
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ConfigError(
+            "input_ids and inputs_embeds", "exactly one of them is given", "pass one of them"
+        )
+    tokens = input_ids if input_ids is not None else inputs_embeds
+    assert tokens is not None
+    if tokens.shape[1] == 0 or tokens.shape[0] == 0:
+        raise ConfigError(
+            f"an input of shape {tuple(tokens.shape)}",
+            "a prompt has at least one token",
+            "pass at least one token, e.g. the model's bos_token_id",
+        )
+    if cache is not None and not isinstance(cache, CPCache):
+        raise ConfigError(
+            f"a cache of type {type(cache).__name__}",
+            "the KV cache is spread over ranks and kept by the model",
+            "leave cache out, or pass the one that an earlier call returned",
+        )
+    dropout = getattr(model.config, "attention_dropout", 0.0)
+    if model.training and dropout:
+        raise ConfigError(
+            f"attention_dropout={dropout} in training mode",
+            "the layers are for inference and have no dropout",
+            "call model.eval() first",
+        )
+    return tokens
+
+
+def check_batch(model: Any, batch: Batch, cached: list[int]) -> None:
+    """Check one step of rows with ``cached`` tokens each.
+
+    Raises:
+        ConfigError: On a batch of another size than the cache's, a prompt without tokens, or one
+            that is longer than the model's positions.
+    """
+    if len(cached) != batch.rows:
+        raise ConfigError(
+            f"a batch of {batch.rows} rows",
+            f"the cache holds {len(cached)} sequences",
+            "continue with the rows that the cache was started with",
+        )
+    limit = getattr(model.config, "max_position_embeddings", None)
+    for row, (past, new) in enumerate(zip(cached, batch.counts, strict=True)):
+        if past + new == 0:
+            raise ConfigError(
+                f"row {row} of the batch",
+                "a prompt has at least one token that is not padding",
+                "drop the row, or check attention_mask",
+            )
+        if limit is not None and past + new > limit:
+            raise ConfigError(
+                f"{past + new} tokens in row {row}",
+                f"the model has max_position_embeddings={limit}",
+                f"shorten the prompt to {limit} tokens, or use a model with more positions",
+            )
+
+
+def check_generate(model: Any, options: dict[str, Any]) -> None:
+    """Check the options of ``generate``.
+
+    Raises:
+        ConfigError: On beam search, a foreign cache implementation or training mode with dropout.
+    """
+    config = options.get("generation_config") or model.generation_config
+
+    def option(name: str, default: Any) -> Any:
+        value = options.get(name)
+        value = getattr(config, name, None) if value is None else value
+        return default if value is None else value
+
+    beams = option("num_beams", 1)
+    if beams != 1:
+        raise ConfigError(
+            f"num_beams={beams}",
+            "beam search would have to reorder the sharded cache and is not supported",
+            "use num_beams=1, greedy or with do_sample=True",
+        )
+    implementation = option("cache_implementation", "dynamic")
+    if implementation != "dynamic":
+        raise ConfigError(
+            f"cache_implementation={implementation!r}",
+            "the KV cache is spread over ranks and kept by the model",
+            "leave cache_implementation out; parallelize(cache=CacheConfig(...)) sets up the cache",
+        )
+
+
+def check_same_inputs(mesh: CPMesh, *tensors: Tensor | None) -> None:
+    """Compare inputs over TP and PCP, so that a mistake ends in an error and not in a hang.
+
+    Raises:
+        ConfigError: On all ranks, if one of them was called with other inputs.
+    """
+    digest = 0
+    for tensor in tensors:
+        if tensor is not None:
+            content = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            digest = zlib.crc32(content + str(tuple(tensor.shape)).encode(), digest)
+    for axis in ("tp", "pcp"):
+        seen = mesh.all_gather(torch.tensor([digest]), axis).flatten().tolist()
+        if len(set(seen)) > 1:
+            raise ConfigError(
+                f"inputs that differ over {axis} (checksums {seen})",
+                "every rank is called with the same inputs",
+                "tokenize the same prompt on every rank, or broadcast it from one",
+            )
+
+
+def share_random_state(mesh: CPMesh, device: torch.device) -> None:
+    """Give all ranks of a replica the random state of its first one, so that they sample alike."""
+    cuda = device.type == "cuda"
+    state = torch.cuda.get_rng_state(device) if cuda else torch.get_rng_state()
+    for axis in ("tp", "pcp"):
+        state = mesh.all_gather(state.to(mesh.device_type), axis)[0].cpu()
+    if cuda:
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)

@@ -1,0 +1,74 @@
+"""The transformers architectures whose attention can be swapped, and how to read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from cplayers.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Family:
+    """Class names of one architecture.
+
+    Attributes:
+        model: The causal LM class.
+        attention: The attention module to swap.
+        mlp: The dense MLP to shard over TP, with ``gate_proj``, ``up_proj`` and ``down_proj``.
+    """
+
+    model: str
+    attention: str
+    mlp: str
+
+
+FAMILIES = tuple(
+    Family(f"{name}ForCausalLM", f"{name}Attention", f"{name}MLP")
+    for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
+)
+
+
+def family_of(model: PreTrainedModel) -> Family:
+    """The family of ``model``.
+
+    Raises:
+        ConfigError: If the architecture is unknown, or uses a mask that is not supported.
+    """
+    known = {family.model: family for family in FAMILIES}
+    names = [cls.__name__ for cls in type(model).__mro__]
+    family = next((known[name] for name in names if name in known), None)
+    if family is None:
+        raise ConfigError(
+            f"model={type(model).__name__}",
+            f"its attention must be known; known architectures: {', '.join(known)}",
+            "use one of these, or build the layers into your own stack (examples/custom_stack.py)",
+        )
+    _refuse_sliding_window(model.config)
+    return family
+
+
+def _refuse_sliding_window(config: Any) -> None:
+    layer_types = getattr(config, "layer_types", None) or []
+    window = getattr(config, "sliding_window", None)
+    slides = "sliding_attention" in layer_types if layer_types else window is not None
+    if slides:
+        raise ConfigError(
+            f"sliding_window={window}",
+            "sliding-window attention is not supported yet, and ignoring it would change the results",
+            "use a checkpoint without a window, or set config.sliding_window=None before building the "
+            "model if full attention is what you want",
+        )
+
+
+def attention_modules(model: nn.Module, family: Family) -> list[tuple[str, nn.Module]]:
+    """The attention modules of ``model`` by name, in layer order."""
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if type(module).__name__ == family.attention
+    ]
+    return sorted(found, key=lambda item: int(getattr(item[1], "layer_idx")))  # noqa: B009
