@@ -19,7 +19,9 @@ import re
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
+from itertools import islice
 
 from cplayers.errors import CacheFullError, StateError
 
@@ -45,13 +47,22 @@ class PoolStats:
     queries: int = 0
 
 
-@dataclass
 class Trial:
-    """A tentative allocation: what `BlockPool.apply` would take, in order."""
+    """A tentative allocation: what `BlockPool.apply` would take, in order.
 
-    pool: BlockPool
-    taken: list[int] = field(default_factory=list)
-    _state: bytearray | None = None
+    Args:
+        pool: The pool, which must not change before the trial is applied.
+
+    Attributes:
+        taken: Blocks chosen so far.
+    """
+
+    def __init__(self, pool: BlockPool) -> None:
+        self.taken: list[int] = []
+        self._pool = pool
+        self._num_free = pool.num_available - len(pool._reusable)
+        self._state = bytearray()  # copies of the pool's state and its gaps, made when needed
+        self._gaps: list[tuple[int, int]] | None = None
 
     def pick(self, count: int, after: int | None = None) -> list[int]:
         """Choose ``count`` blocks, continuing the run that ends at block ``after`` if possible.
@@ -61,14 +72,16 @@ class Trial:
         """
         if count == 0:
             return []
-        left = self.pool.num_available - len(self.taken)
+        left = self._pool.num_available - len(self.taken)
         if count > left:
             raise CacheFullError(
-                f"{count} more blocks are needed and {left} of {self.pool.num_blocks} are left: "
+                f"{count} more blocks are needed and {left} of {self._pool.num_blocks} are left: "
                 f"free or truncate sequences, or build the cache with more blocks"
             )
-        if self._state is None:
-            self._state = bytearray(self.pool._state)
+        if not self._state:
+            self._state = bytearray(self._pool._state)
+        if count > self._num_free:
+            self._evict(count - self._num_free)
         state, picked = self._state, list[int]()
         following = None if after is None else after + 1
         while len(picked) < count:
@@ -77,18 +90,46 @@ class Trial:
             state[following] = USED
             picked.append(following)
             following += 1
+        self._num_free -= count
         self.taken += picked
         return picked
 
+    def _evict(self, count: int) -> None:
+        """Count the ``count`` blocks that were unused for longest as free, their content as lost.
+
+        All at once, before any is chosen, so that they can be taken in runs.
+        """
+        unused = (block for block in self._pool._reusable if self._state[block] == REUSABLE)
+        for block in list(islice(unused, count)):
+            self._state[block] = FREE
+        self._num_free += count
+        self._gaps = None
+
     def _new_run(self, wanted: int) -> int:
         """First block of a new run: in the largest gap, its slack shared with the run before it."""
-        assert self._state is not None
-        gaps = [match.span() for match in _GAP.finditer(self._state)]
-        if not gaps:  # nothing is free: forget the content that was unused for longest
-            return next(b for b in self.pool._reusable if self._state[b] == REUSABLE)
-        start, stop = max(gaps, key=lambda gap: (gap[1] - gap[0], -gap[0]))
+        state = self._state
+        if self._gaps is None:
+            self._gaps = [
+                (match.start() - match.end(), match.start()) for match in _GAP.finditer(state)
+            ]
+            heapify(self._gaps)
+        while True:
+            size, start = heappop(self._gaps)
+            stop = start - size  # sizes are negative: the largest gap comes first
+            taken = start
+            while taken < stop and state[taken] != FREE:  # by the run before it, since
+                taken += 1
+            if taken == start:
+                break
+            if taken < stop:
+                heappush(self._gaps, (taken - stop, taken))
         slack = max(0, stop - start - wanted)
-        return start + slack // 2 if start else start
+        first = start + slack // 2 if start else start
+        if start < first:
+            heappush(self._gaps, (start - first, start))
+        if first + wanted < stop:
+            heappush(self._gaps, (first + wanted - stop, first + wanted))
+        return first
 
 
 class BlockPool:
@@ -129,6 +170,10 @@ class BlockPool:
     def is_hashed(self, block: int) -> bool:
         """Whether the content of ``block`` is registered for reuse."""
         return block in self._hash_of
+
+    def is_private(self, blocks: Sequence[int]) -> bool:
+        """Whether one sequence alone refers to each block, and none is registered for reuse."""
+        return all(self._refs[b] == 1 and b not in self._hash_of for b in blocks)
 
     def grow(self, num_blocks: int) -> None:
         """Enlarge the pool to ``num_blocks``; ids stay valid."""

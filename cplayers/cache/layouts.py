@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol, TypeVar, cast
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -85,7 +85,7 @@ class InterleavedLayout:
         return (pos // (run * self.cp_size)) * run + pos % run
 
     def count_before(self, n: IntOrTensor, rank: int) -> IntOrTensor:
-        """Whole rounds of ``I`` tokens each, plus what the last, partial round gives to ``rank``."""
+        """Whole rounds of ``I`` tokens each, plus what the partial round gives to ``rank``."""
         run = self.interleave_size
         turn = run * self.cp_size
         return (n // turn) * run + clamp(n % turn - rank * run, run)
@@ -110,36 +110,38 @@ class InterleavedLayout:
 
     @property
     def unit_tokens(self) -> int:
-        """Tokens in ``unit_blocks`` virtual blocks, all ranks together: the grain of prefix reuse."""
+        """Tokens of all ranks in ``unit_blocks`` virtual blocks: the grain of prefix reuse."""
         return self.unit_blocks * self.block_size * self.cp_size
 
-    def slots(self, pos: Tensor, block_table: Tensor, rank: int) -> Tensor:
+    def slots(
+        self, pos: Tensor, block_table: Tensor, rank: int, start: Tensor | None = None
+    ) -> Tensor:
         """Cache slot of each position on ``rank``, -1 where another rank owns it.
 
         Args:
             pos: Positions `[T]`.
-            block_table: Block ids of the sequence `[B]`, or one row per position `[T, B]`.
+            block_table: Block ids of one sequence, or of several end to end, `[B]`.
             rank: Rank inside the group.
+            start: Where block 0 of each position's sequence would be in ``block_table``, `[T]`;
+                0 by default.
 
         Returns:
             ``block_table[local_index // B] * B + local_index % B``, int64 `[T]`.
         """
         local = self.local_index(pos)
-        block, offset = local // self.block_size, local % self.block_size
-        if block_table.dim() == 1:
-            ids = block_table[block]
-        else:
-            ids = block_table.gather(1, block[:, None]).squeeze(1)
-        return torch.where(self.owner(pos) == rank, ids * self.block_size + offset, -1)
+        block = local // self.block_size
+        ids = block_table[block if start is None else block + start]
+        slot = ids * self.block_size + local % self.block_size
+        return torch.where(self.owner(pos) == rank, slot, -1)
 
 
 @dataclass(frozen=True)
 class ZigzagLayout:
     """Chunk r and chunk 2N-1-r to rank r: equal causal work in prefill.
 
-    The prompt is cut into ``2 * cp_size`` chunks of ``ceil(length / (2 * cp_size))`` tokens; the last
-    ones may be short or empty. Where ``2 * cp_size`` divides the length, every rank has exactly the
-    same causal work.
+    The prompt is cut into ``2 * cp_size`` chunks of ``ceil(length / (2 * cp_size))`` tokens; the
+    last ones may be short or empty. Where ``2 * cp_size`` divides the length, the causal work of
+    all ranks is the same.
 
     Args:
         cp_size: Ranks that share the prompt (N).
@@ -161,23 +163,16 @@ class ZigzagLayout:
 
     def owner(self, pos: IntOrTensor) -> IntOrTensor:
         """The smaller of the chunk's index and its mirror image."""
-        chunk = pos // self.chunk
-        mirror = 2 * self.cp_size - 1 - chunk
-        if isinstance(chunk, Tensor):
-            return torch.minimum(chunk, cast("Tensor", mirror))
-        return min(chunk, mirror)
+        return mirrored(pos // self.chunk, self.cp_size)
 
     def local_index(self, pos: IntOrTensor) -> IntOrTensor:
-        """Offset in the chunk; the second chunk of a rank follows its first, which is then whole."""
+        """Offset in the chunk; a rank's second chunk follows its first, which is then whole."""
         late = (pos // self.chunk) // self.cp_size  # 0 in the first half of the chunks, else 1
         return pos % self.chunk + late * self.chunk
 
     def count_before(self, n: IntOrTensor, rank: int) -> IntOrTensor:
         """What the first n positions, and never more than ``length``, give to ``rank``."""
-        n = clamp(n, self.length)
-        size = self.chunk
-        early, late = rank * size, (2 * self.cp_size - 1 - rank) * size
-        return clamp(n - early, size) + clamp(n - late, size)
+        return zigzag_count(clamp(n, self.length), self.chunk, rank, self.cp_size)
 
     def positions(self, rank: int, length: int | None = None) -> Tensor:
         """The positions that ``rank`` holds, below ``length`` if given."""
@@ -198,11 +193,25 @@ class ZigzagLayout:
         return int((self.positions(rank) + 1).sum())
 
 
-def clamp(x: IntOrTensor, high: int) -> IntOrTensor:
-    """``x`` limited to 0..high, for an int or a tensor."""
-    if isinstance(x, Tensor):
-        return x.clamp(0, high)
-    return min(max(x, 0), high)
+def mirrored(chunk: IntOrTensor, cp_size: int) -> IntOrTensor:
+    """Zigzag rank of a chunk's index: chunk r and chunk 2N-1-r go to rank r."""
+    mirror = 2 * cp_size - 1 - chunk
+    if isinstance(chunk, int):
+        return min(chunk, mirror)
+    return torch.minimum(chunk, mirror)
+
+
+def zigzag_count(n: IntOrTensor, chunk: int | IntOrTensor, rank: int, cp_size: int) -> IntOrTensor:
+    """How many of the first n positions the two chunks of ``rank``, ``chunk`` tokens each, hold."""
+    early, late = rank * chunk, (2 * cp_size - 1 - rank) * chunk
+    return clamp(n - early, chunk) + clamp(n - late, chunk)
+
+
+def clamp(x: IntOrTensor, high: int | IntOrTensor) -> IntOrTensor:
+    """``x`` limited to 0..high, for ints or tensors."""
+    if isinstance(x, int):
+        return min(max(x, 0), high)
+    return x.clamp(min=0).clamp(max=high)
 
 
 def require_positive(name: str, value: int) -> None:

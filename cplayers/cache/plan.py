@@ -1,31 +1,47 @@
 """`StepPlan`: all that the layers need to know about one step, built once, passed to every layer.
 
-Rows. A step brings new tokens, packed request after request in the order given to ``plan``. The rows
-of one rank are a part of them: first the *decode* rows (requests with cached context, whole on every
-PCP rank), then the *prefill* rows (requests without cached context, this rank's zigzag share). Within
-either part the requests keep their order. ``tokens`` maps rows to packed tokens.
+Rows. A step brings new tokens, packed request after request in the order given to ``plan``. The
+rows of one rank are a part of them: first the *decode* rows (requests with cached context, whole on
+every PCP rank), then the *prefill* rows (requests without cached context, this rank's zigzag
+share). Within either part the requests keep their order. ``tokens`` maps rows to packed tokens.
 
 Keys. The K/V rows that a layer holds in a step are the decode rows, followed by the prefill rows of
 every PCP rank after their all-gather, padded to ``prefill.width`` each. ``slot_mapping`` says where
 each of them goes in this rank's cache, -1 where it is another rank's token or padding.
 
 Reading. A decode row sees the keys ``lo..hi`` of its sequence's local shard, the step's own tokens
-included (`cplayers.ops.spans`). `reads` lists them as runs of consecutive blocks, each a zero-copy
-view of the cache.
+included (`cplayers.ops.spans`). `StepPlan.reads` lists them as runs of consecutive blocks, each a
+zero-copy view of the cache. A prefill row sees new keys only: `Prefill.shards_of` says which of
+each PCP rank's. Both take the layer's sliding window, and are computed once per window and step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from cplayers.ops import Spans, Tile, tile_rows
+from cplayers.cache.layouts import InterleavedLayout
+from cplayers.cache.tables import Request
+from cplayers.cache.zigzag import PackedZigzag
+from cplayers.ops import Spans, Tile, spans, tile_rows
 
 SEGMENTS_MAX = 8
 """Up to so many consecutive segments are copied one by one; beyond, one indexed copy is cheaper."""
+
+
+@dataclass(frozen=True)
+class RankView:
+    """What distinguishes one rank's plan from another's."""
+
+    layout: InterleavedLayout
+    cp_rank: int
+    pcp_rank: int
+    pcp_size: int
+    device: torch.device
 
 
 @dataclass(frozen=True)
@@ -49,6 +65,8 @@ class Writes:
         if not len(rows):
             return cls()
         slots = slot_mapping[rows]
+        if len(rows) == 1:  # one sequence that decodes: not worth the machinery below
+            return cls(((int(rows), int(rows) + 1, int(slots)),))
         breaks = ((rows.diff() != 1) | (slots.diff() != 1)).nonzero().squeeze(1) + 1
         if len(breaks) >= SEGMENTS_MAX:
             return cls(rows=rows.to(device), slots=slots.to(device))
@@ -94,19 +112,37 @@ class Prefill:
     Attributes:
         counts: Rows of each PCP rank.
         width: Rows of the largest, to which the others are padded for the all-gather.
-        shards: One per PCP rank; spans index that rank's unpadded rows.
     """
 
     counts: tuple[int, ...]
     width: int
-    shards: tuple[Shard, ...]
+    _zigzag: PackedZigzag = field(repr=False)
+    _rank: int = field(repr=False)
+    _device: torch.device = field(repr=False)
+    _windows: dict[int | None, tuple[Shard, ...]] = field(repr=False, default_factory=dict)
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """`shards_of` a layer without a window."""
+        return self.shards_of(None)
+
+    def shards_of(self, window: int | None) -> tuple[Shard, ...]:
+        """This rank's rows against the new keys of each PCP rank, as rows of its unpadded piece."""
+        if window not in self._windows:
+            shards = []
+            for source in range(len(self.counts)):
+                lo, hi = self._zigzag.spans(self._rank, source, window)
+                tiles = tile_rows(lo, hi)
+                shards.append(Shard(lo.to(self._device), hi.to(self._device), tiles))
+            self._windows[window] = tuple(shards)
+        return self._windows[window]
 
 
 @dataclass(frozen=True)
 class StepPlan:
     """One step of a batch of sequences on one rank; see the module's text.
 
-    R requests, T rows of this rank, P packed tokens of the step, M blocks of the longest request.
+    R requests, T rows of this rank, P packed tokens of the step, B blocks of the longest request.
 
     Attributes:
         seqs: Sequence of each request, in the order given.
@@ -114,17 +150,14 @@ class StepPlan:
         new: New tokens of each.
         positions: Position of each row in its own sequence, int64 `[T]`.
         tokens: Packed token of each row, int64 `[T]`.
-        cu_seqlens_q: Bounds of each request's rows, decode requests first, int64 `[R + 1]`.
-        row_order: Request (index into ``seqs``) of each of those bounds, int64 `[R]`.
-        is_decode: Whether a row has cached context, bool `[T]`; the first ``num_decode`` rows.
-        block_table: Block ids of each request in the order of ``row_order``, padded with -1, `[R, M]`.
+        num_decode: Decode rows.
         slot_mapping: Slot of each K/V row in this rank's cache, or -1.
-        spans: lo, hi `[T]` over this rank's cached and new keys of the row's sequence.
-        prefill: The requests without cached context, ``None`` if there are none.
-        owner: PCP rank that computes each packed token (0 for decode rows), int64 `[P]`.
-        index: Row of each packed token on its owner, int64 `[P]`.
-        decode_writes: Where the decode rows' K/V go.
-        prefill_writes: Where each PCP rank's prefill K/V go, one entry per rank.
+        prefill: The new tokens of requests without cached context, ``None`` if there are none.
+        owner: PCP rank that computes each packed token (0 for decode), int64 `[P]`, on the host.
+        index: Row of each packed token on its owner, int64 `[P]`, on the host.
+        decode_writes: Where the K/V of the decode rows go.
+        prefill_writes: Where each PCP rank's gathered prefill K/V go, one entry per rank.
+        version: Number of the plan, counting up in one cache.
     """
 
     seqs: tuple[Hashable, ...]
@@ -132,20 +165,19 @@ class StepPlan:
     new: tuple[int, ...]
     positions: Tensor
     tokens: Tensor
-    cu_seqlens_q: Tensor
-    row_order: Tensor
-    is_decode: Tensor
     num_decode: int
-    block_table: Tensor
     slot_mapping: Tensor
-    spans: Spans
     prefill: Prefill | None
     owner: Tensor
     index: Tensor
     decode_writes: Writes
     prefill_writes: tuple[Writes, ...]
     version: int
-    _runs: tuple[tuple[int, int, tuple[tuple[int, int], ...]], ...] = field(repr=False, default=())
+    _view: RankView = field(repr=False)
+    _requests: tuple[Request, ...] = field(repr=False)  # in the order of _order
+    _order: tuple[int, ...] = field(repr=False)
+    _positions: Tensor = field(repr=False)  # on the host, as is _row_request
+    _row_request: Tensor = field(repr=False)  # index into _requests
     _reads: dict[int | None, tuple[Read, ...]] = field(repr=False, default_factory=dict)
 
     @property
@@ -161,24 +193,69 @@ class StepPlan:
     @property
     def last(self) -> Tensor:
         """Packed index of the last new token of each request that has one, in the order given."""
-        ends = torch.tensor(self.new).cumsum(0) - 1
-        return ends[torch.tensor(self.new) > 0]
+        new = torch.tensor(self.new, dtype=torch.long)
+        return (new.cumsum(0) - 1)[new > 0]
 
-    def reads(self) -> tuple[Read, ...]:
-        """Decode rows against the runs of their sequences' shards, computed at the first call."""
-        if None not in self._reads:
-            self._reads[None] = tuple(self._build_reads(*self.spans))
-        return self._reads[None]
+    @cached_property
+    def row_order(self) -> Tensor:
+        """Request (index into ``seqs``) of each part of the rows, decode first, int64 `[R]`."""
+        return torch.tensor(self._order, dtype=torch.long)
 
-    def _build_reads(self, lo: Tensor, hi: Tensor) -> list[Read]:
-        reads: list[Read] = []
-        for row0, row1, runs in self._runs:
+    @cached_property
+    def cu_seqlens_q(self) -> Tensor:
+        """Bounds of the rows of each request, in the order of ``row_order``, int64 `[R + 1]`."""
+        rows = self._row_request.bincount(minlength=len(self._order))
+        return torch.cat([rows.new_zeros(1), rows.cumsum(0)]).to(self._view.device)
+
+    @cached_property
+    def is_decode(self) -> Tensor:
+        """Whether a row has cached context, which the first ``num_decode`` have, bool `[T]`."""
+        return (torch.arange(self.num_rows) < self.num_decode).to(self._view.device)
+
+    @cached_property
+    def block_table(self) -> Tensor:
+        """Block ids of each request as in ``row_order``, padded with -1, int64 `[R, B]`."""
+        width = max((request.blocks.size for request in self._requests), default=0)
+        table = torch.full((len(self._requests), width), -1)
+        for row, request in zip(table, self._requests, strict=True):
+            row[: request.blocks.size] = torch.tensor(request.blocks.since(0))
+        return table.to(self._view.device)
+
+    @cached_property
+    def spans(self) -> Spans:
+        """lo, hi `[T]` over the keys of the row's sequence on this rank, cached and new."""
+        lo, hi = self._spans(self._positions, None)
+        return Spans(lo.to(self._view.device), hi.to(self._view.device))
+
+    def _spans(self, positions: Tensor, window: int | None) -> Spans:
+        layout, rank = self._view.layout, self._view.cp_rank
+        return spans(positions, lambda n: layout.count_before(n, rank), window)
+
+    def reads(self, window: int | None = None) -> tuple[Read, ...]:
+        """Decode rows against the runs of their sequences' shards, runs out of reach left out."""
+        if window not in self._reads:
+            self._reads[window] = tuple(self._build_reads(window))
+        return self._reads[window]
+
+    def _build_reads(self, window: int | None) -> Iterator[Read]:
+        lo, hi = self._spans(self._positions[: self.num_decode], window)
+        first, last = lo.tolist(), hi.tolist()
+        device, size, row1 = self._view.device, self._view.layout.block_size, 0
+        for request in self._requests:
+            row0, row1 = row1, row1 + request.new
+            if row1 > self.num_decode or row0 == row1:
+                continue
+            held = last[row1 - 1]  # the last row sees every key of the shard
             start = 0
-            for slot, length in runs:
-                run_lo = (lo[row0:row1] - start).clamp(0, length)
-                run_hi = (hi[row0:row1] - start).clamp(0, length)
-                tiles = tile_rows(run_lo, run_hi)
-                if tiles:
-                    reads.append(Read(row0, row1, slot, length, run_lo, run_hi, tiles))
+            for block, blocks in request.blocks.runs(-(-held // size)):
+                length = min(blocks * size, held - start)
+                if first[row0] < start + length:
+                    run_lo, run_hi = lo[row0:row1], hi[row0:row1]
+                    if length < held:
+                        run_lo = (run_lo - start).clamp(0, length)
+                        run_hi = (run_hi - start).clamp(0, length)
+                    tiles = tile_rows(run_lo, run_hi)
+                    if tiles:
+                        run_lo, run_hi = run_lo.to(device), run_hi.to(device)
+                        yield Read(row0, row1, block * size, length, run_lo, run_hi, tiles)
                 start += length
-        return reads

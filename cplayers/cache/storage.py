@@ -1,7 +1,7 @@
 """The tensors of a paged cache on one rank, head-major: `[heads, slots, dim]` per layer and plane.
 
-Head-major, because a run of consecutive blocks is then a view `[heads, keys, dim]` that an attention
-kernel reads in place; on a CPU a gathered copy costs 5 to 8 times as much as the view.
+Head-major, because a run of consecutive blocks is then a view `[heads, keys, dim]` that an
+attention kernel reads in place; on a CPU a gathered copy costs 5 to 8 times as much as the view.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ class Storage:
         self._layers = [self._layer(num_slots) for _ in range(num_layers)]
 
     def _layer(self, num_slots: int) -> list[Tensor]:
-        return [
-            torch.zeros(plane.heads, num_slots, plane.dim, dtype=self.dtype, device=self.device)
-            for plane in self.spec.planes
-        ]
+        # outside inference mode, so that both later modes may write in place
+        with torch.inference_mode(False):
+            return [
+                torch.zeros(plane.heads, num_slots, plane.dim, dtype=self.dtype, device=self.device)
+                for plane in self.spec.planes
+            ]
 
     def write(self, layer: int, writes: Writes, planes: tuple[Tensor, ...]) -> None:
         """Copy rows `[T, heads, dim]` of each plane to their slots."""

@@ -1,0 +1,86 @@
+"""Block tables that only grow, so that a plan refers to them instead of copying them.
+
+A sequence of 100,000 tokens has thousands of blocks, and a decode step adds none or one of them. A
+plan therefore keeps a `TableView`: so many blocks of the sequence's table, then a short tail that
+the step adds or replaces. A table is never changed but at its end; cutting one makes a new table.
+Hence a view stays true for as long as anybody holds it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Hashable, Iterable
+from itertools import pairwise
+from typing import NamedTuple
+
+
+class BlockTable:
+    """Block ids of a sequence, and where its runs of consecutive ids begin.
+
+    Args:
+        ids: Block ids to begin with.
+    """
+
+    __slots__ = ("ids", "starts")
+
+    def __init__(self, ids: Iterable[int] = ()) -> None:
+        self.ids: list[int] = []
+        self.starts: list[int] = []
+        self.extend(ids)
+
+    def extend(self, ids: Iterable[int]) -> None:
+        """Append ``ids``."""
+        for block in ids:
+            if not self.ids or block != self.ids[-1] + 1:
+                self.starts.append(len(self.ids))
+            self.ids.append(block)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+class TableView(NamedTuple):
+    """The first ``keep`` blocks of ``table``, then ``tail``."""
+
+    table: BlockTable
+    keep: int
+    tail: tuple[int, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Number of blocks."""
+        return self.keep + len(self.tail)
+
+    def since(self, first: int) -> list[int]:
+        """Block ids from index ``first`` on."""
+        return [*self.table.ids[first : self.keep], *self.tail[max(0, first - self.keep) :]]
+
+    def runs(self, count: int) -> list[tuple[int, int]]:
+        """The first ``count`` blocks as runs of consecutive ids: (first id, number of blocks)."""
+        ids, starts, stop = self.table.ids, self.table.starts, min(self.keep, count)
+        edges = [*starts[: bisect_left(starts, stop)], stop]
+        runs = [(ids[start], end - start) for start, end in pairwise(edges)]
+        for block in self.tail[: max(0, count - self.keep)]:
+            if runs and block == sum(runs[-1]):
+                runs[-1] = runs[-1][0], runs[-1][1] + 1
+            else:
+                runs.append((block, 1))
+        return runs
+
+
+class Request(NamedTuple):
+    """One sequence in a step.
+
+    Attributes:
+        seq: Name of the sequence.
+        cached: Its tokens before the step.
+        new: Its tokens in the step.
+        blocks: All its blocks, those of the step included.
+        first_open: Index of the first block that was not full on every rank before the step.
+    """
+
+    seq: Hashable
+    cached: int
+    new: int
+    blocks: TableView
+    first_open: int
