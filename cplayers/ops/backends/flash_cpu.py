@@ -84,7 +84,7 @@ def refuse(q: Tensor, k: Tensor, v: Tensor, softcap: float | None) -> str | None
         return f"it has no softcap, {softcap} was asked for"
     if v.shape[-1] != q.shape[-1]:
         return f"it needs V == H, got V={v.shape[-1]}, H={q.shape[-1]}"
-    if not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+    if q.shape[-1] > 1 and not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         return "it needs q, k and v contiguous in their last dimension"
     return device_refusal(q)
 

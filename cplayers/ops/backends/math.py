@@ -33,7 +33,8 @@ def soften(scores: Tensor, v: Tensor) -> Partial:
         out `[K, M, V]`, lse `[K, M]`, in the dtype of the scores.
     """
     # The floor keeps -inf - -inf, a NaN, from arising in a row that sees nothing.
-    top = scores.amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
+    # Detached: its gradient cancels, and the scores are overwritten.
+    top = scores.detach().amax(-1, keepdim=True).clamp_min(torch.finfo(scores.dtype).min)
     weights = scores.sub_(top).exp_()
     total = weights.sum(-1, keepdim=True)
     # The largest weight is exactly 1, so the clamp acts only in a row that sees nothing.
