@@ -84,7 +84,7 @@ def tile_rows(lo: Tensor, hi: Tensor, max_rows: int = MASKED_ROWS) -> tuple[Tile
         if tiles and tiles[-1].row1 == run.row0:
             both = _union(tiles[-1], run)
             overlap = min(tiles[-1].hi, run.hi) - max(tiles[-1].lo, run.lo)
-            # Without an overlap the rows belong to different requests.
+            # As in _runs: without a common key the rows belong to different requests.
             if overlap > 0 and both.row1 - both.row0 <= max_rows and _cost(both) <= separate + cost:
                 tiles[-1] = both
                 separate += cost
@@ -123,7 +123,8 @@ def _runs(lo: Tensor, hi: Tensor, max_rows: int) -> Iterator[Tile]:
     lo_step, hi_step, sees = lo.diff(), hi.diff(), hi > lo
     linked = sees[1:] & sees[:-1] & (hi_step >= 0) & (hi_step <= 1)
     relation = torch.full_like(lo_step, _BREAK)
-    relation[linked & (lo_step == 1)] = _SLIDE
+    # Without a common key the two rows belong to different requests.
+    relation[linked & (lo_step == 1) & (hi[:-1] > lo[1:])] = _SLIDE
     flat = linked & (lo_step == 0)
     relation[flat] = hi_step[flat]  # 0 is _SAME, 1 is _GROW
     kinds, counts = torch.unique_consecutive(relation, return_counts=True)
