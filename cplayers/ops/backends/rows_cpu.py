@@ -24,19 +24,19 @@ MAX_ROWS = 8
 MIN_BYTES = 1 << 23
 """Size of a part's keys from which they no longer stay in cache.
 
-Measured on an AMD EPYC core, fp32, K = 8, H = 128, keys not in cache; milliseconds of `full`
-against the flash operator:
+Measured on one AMD EPYC core, fp32, s = 65536, K = 8, H = 128, the best of 7 in milliseconds:
 
-======  =========  =========  =========  =========
-rows    s = 65536  1 thread   s = 65536  2 threads
-        here       flash      here       flash
-======  =========  =========  =========  =========
-1       45         75         26         73
-4       52         76         27         41
-8       77         86         42         47
-16      146        108        84         69
-======  =========  =========  =========  =========
+======  ======  =====
+rows    `full`  flash
+======  ======  =====
+1       45      71
+2 to 4  53      78
+6, 8    79      90
+16      153     112
+======  ======  =====
 
+With s = 2048 (8 MiB) 4 rows take 1.6 against 2.4 and 8 rows 2.5 against 2.8. Two cores, which
+were shared while measuring, gave the same order at s = 65536 for 1, 4 and 8 rows.
 On keys of 1.5 MiB and below (s = 2048, K = 3, H = 64) flash wins or ties at every number of rows.
 """
 
