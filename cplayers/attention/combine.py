@@ -26,7 +26,7 @@ from torch import Tensor
 
 from cplayers.errors import ConfigError
 from cplayers.mesh import CPMesh
-from cplayers.ops import Partial, merge_stacked, scale_weights
+from cplayers.ops import Partial, merge_stacked, scale_weights, weigh
 
 Combine = Literal["a2a", "ag_rs", "ar"]
 
@@ -76,10 +76,7 @@ def _all_to_all(partial: Partial, mesh: CPMesh) -> Tensor:
 def _scale_own(partial: Partial, mesh: CPMesh) -> Tensor:
     """This rank's output times its share of the softmax mass, in fp32 or better."""
     weights, _ = scale_weights(mesh.all_gather(partial.lse, "dcp"))
-    weight = weights[mesh.rank("dcp")][..., None]
-    wide = torch.promote_types(partial.out.dtype, torch.float32)
-    # where, not a product: weight 0 hides whatever a kernel left in a row that saw nothing
-    return torch.where(weight > 0, partial.out.to(wide) * weight, 0)
+    return weigh(partial.out, weights[mesh.rank("dcp")])
 
 
 def _chunks(x: Tensor, mesh: CPMesh) -> Tensor:
