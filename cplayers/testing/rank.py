@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import io
 import os
 import pickle
 import signal
@@ -18,6 +19,28 @@ import torch.distributed as dist
 
 from cplayers.mesh.health import Health
 from cplayers.mesh.world import current_world
+
+
+class _ByValue(pickle.Pickler):
+    """Plain pickle, which copies tensors, with a detour for float8: torch cannot read it back."""
+
+    def reducer_override(self, obj: object) -> Any:
+        if not isinstance(obj, torch.Tensor) or obj.dtype.itemsize > 1:
+            return NotImplemented
+        if not obj.dtype.is_floating_point:
+            return NotImplemented
+        return _float8, (obj.detach().contiguous().view(torch.uint8), obj.dtype)
+
+
+def _float8(bits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return bits.view(dtype)
+
+
+def by_value(obj: object) -> bytes:
+    """Pickle, with tensors copied: no memory or file descriptor is shared with the receiver."""
+    buffer = io.BytesIO()
+    _ByValue(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
+    return buffer.getvalue()
 
 
 class Call(NamedTuple):
@@ -92,22 +115,36 @@ def _join(rank: int, call: Call) -> None:
     """Leave the process group of an earlier call and join the one of this call."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        _forget_dtensor_plans()
     if call.size > 1:
         dist.init_process_group(
             "gloo", init_method=f"file://{call.rendezvous}", rank=rank, world_size=call.size
         )
 
 
+def _forget_dtensor_plans() -> None:
+    """Clear DTensor's caches: a device mesh of the next process group compares equal to one of the
+    last, and cached plans would go on using its groups, which are gone.
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor._redistribute import clear_redistribute_planner_cache
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+    clear_redistribute_planner_cache()
+
+
 def _pickled(outcome: Outcome) -> bytes:
     try:
         if outcome.error is not None:
             # An exception may pickle and yet fail to come back: tried here, not in the parent.
-            pickle.loads(pickle.dumps(outcome.error))
-        return pickle.dumps(outcome)
+            pickle.loads(by_value(outcome.error))
+        return by_value(outcome)
     except Exception:
         if outcome.error is not None:
-            return pickle.dumps(outcome._replace(error=None))
-        return pickle.dumps(
+            return by_value(outcome._replace(error=None))
+        return by_value(
             Outcome(
                 error_type="PicklingError",
                 traceback=f"the result cannot be pickled:\n{traceback.format_exc()}",
