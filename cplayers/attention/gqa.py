@@ -242,7 +242,7 @@ class DCPGQAAttention(nn.Module):
         each = len(reads) // (last - first + 1)
         if reads == tuple(first + i // each for i in range(len(reads))):
             return slice(first, last + 1)
-        return torch.tensor(reads)
+        return torch.tensor(reads, device="cpu")  # also while `from_full` builds on meta
 
     @classmethod
     def from_full(

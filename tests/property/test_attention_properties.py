@@ -1,0 +1,127 @@
+"""DCPGQAAttention equals dense attention, for drawn layers, ranks, caches and batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from attention_cases import Script, Setup, check_script
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from cplayers.errors import ConfigError
+from cplayers.mesh import Topology, validate
+
+TOPOLOGIES = [
+    Topology(tp=tp, pcp=pcp, dcp=dcp)
+    for tp in range(1, 10)
+    for pcp in range(1, 10 // tp + 1)
+    if tp * pcp <= 9
+    for dcp in sorted({1, *(pcp * k for k in range(1, tp + 1) if tp % k == 0)})
+]
+HEADS = [(kv * group, kv) for kv in range(1, 9) for group in (1, 2, 3, 4, 6, 8) if kv * group <= 24]
+
+
+def _legal(topology: Topology, heads: tuple[int, int], tpa: bool) -> bool:
+    try:
+        validate(
+            topology,
+            num_heads=heads[0],
+            num_kv_heads=heads[1],
+            block_size=1,
+            interleave_size=1,
+            replicate_q=tpa,
+        )
+    except ConfigError:
+        return False
+    return True
+
+
+PLACES = {
+    (topology, q_proj): legal
+    for topology in TOPOLOGIES
+    for q_proj in ("gather", "tpa")
+    if (legal := [h for h in HEADS if _legal(topology, h, q_proj == "tpa")])
+}
+
+
+@st.composite
+def setups(draw: st.DrawFn) -> Setup:
+    topology, q_proj = draw(st.sampled_from(list(PLACES)))
+    heads, kv_heads = draw(st.sampled_from(PLACES[topology, q_proj]))
+    return Setup(
+        topology=topology,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=draw(st.sampled_from([2, 6, 8, 10, 14])),
+        hidden=draw(st.integers(5, 17)),
+        q_proj=q_proj,
+        combine=draw(st.sampled_from(["a2a", "ag_rs", "ar"])),
+        interleave=draw(st.integers(1, 40)),
+        block=draw(st.integers(1, 16)),
+        bias=draw(st.booleans()),
+        o_bias=draw(st.booleans()),
+        qk_norm=draw(st.booleans()),
+        softcap=draw(st.sampled_from([None, 3.0])),
+        layer_idx=draw(st.integers(0, 1)),
+        seed=draw(st.integers(0, 999)),
+    )
+
+
+@st.composite
+def scripts(draw: st.DrawFn) -> Script:
+    """Sequences that join, decode, fork, are cut and leave; 2 to 6 steps."""
+    lengths: dict[str, int] = {}
+    names = iter("abcdefghijklmnopqrstuvwxyz")
+    script: list[tuple[Any, ...]] = []
+    for step in range(draw(st.integers(2, 6))):
+        if lengths:
+            change = draw(st.sampled_from(["none", "fork", "truncate", "free"]))
+            seq = draw(st.sampled_from(sorted(lengths)))
+            if change == "fork":
+                new = next(names)
+                lengths[new] = lengths[seq]
+                script.append(("fork", seq, new))
+            elif change == "truncate":
+                lengths[seq] = draw(st.integers(0, lengths[seq]))
+                script.append(("truncate", seq, lengths[seq]))
+            elif change == "free":
+                del lengths[seq]
+                script.append(("free", seq))
+        requests = [
+            (seq, draw(st.sampled_from([0, 1, 1, 2, 3, 4, 11])))
+            for seq in lengths
+            if draw(st.integers(0, 3))
+        ]
+        for _ in range(draw(st.integers(int(step == 0), 2))):
+            requests.append((next(names), draw(st.integers(1, 40))))
+        requests = draw(st.permutations(requests))
+        for seq, new in requests:
+            lengths[seq] = lengths.get(seq, 0) + new
+        script.append(("step", tuple(requests)))
+    return tuple(script)
+
+
+@given(setup=setups(), script=scripts())
+@example(  # own heads of a TPA rank read KV heads 0, 1, 1: neither a run of them nor all
+    setup=Setup(Topology(tp=4, dcp=4), 12, 3, q_proj="tpa"),
+    script=(("step", (("a", 9),)), ("step", (("a", 2),))),
+)
+@example(  # a fork of a sequence whose last block is half full, then both write into it
+    setup=Setup(Topology(tp=2, pcp=2, dcp=4), 4, 1, interleave=3, block=2),
+    script=(
+        ("step", (("a", 13),)),
+        ("fork", "a", "b"),
+        ("step", (("b", 3), ("a", 1))),
+        ("truncate", "a", 5),
+        ("step", (("a", 4), ("c", 6), ("b", 0))),
+    ),
+)
+def test_attention_over_ranks_is_dense_attention(ranks: Any, setup: Setup, script: Script) -> None:
+    check_script(ranks, setup, script)
+
+
+def test_the_draws_cover_every_number_of_ranks() -> None:
+    for q_proj in ("gather", "tpa"):
+        sizes = {topology.world_size for topology, mode in PLACES if mode == q_proj}
+        assert sizes == set(range(1, 10))
+    assert any(t.pcp > 1 and t.dcp > t.pcp for t, _ in PLACES)
