@@ -126,7 +126,7 @@ class Health:
         keys = [f"cplayers/meeting/{self._meetings}/{rank}" for rank in self._ranks]
         self._store.set(keys[self.rank], json.dumps([subject, ProcessId.current()]))
         deadline = time.monotonic() + MEET_S
-        while not self._store.check(keys):
+        while not self._all_set(keys):
             self._raise_if_failed(self._ranks, subject)
             if time.monotonic() > deadline:
                 absent = [rank for rank in self._ranks if not self._store.check([keys[rank]])]
@@ -135,8 +135,6 @@ class Health:
                     f"ranks {absent} did not come within {MEET_S:.0f} s",
                     subject,
                 )
-            with suppress(RuntimeError):  # raised when the slice runs out
-                self._store.wait(keys, timedelta(seconds=SLICE_S))
         subjects = {}
         for rank in self._ranks:
             subjects[rank], process = json.loads(self._store.get(keys[rank]))
@@ -145,6 +143,12 @@ class Health:
             raise ConfigError(
                 f"{subjects}", "all ranks build the same mesh", "pass equal degrees on every rank"
             )
+
+    def _all_set(self, keys: list[str]) -> bool:
+        """Whether all keys are set within a slice."""
+        with suppress(RuntimeError):  # raised when the slice runs out
+            self._store.wait(keys, timedelta(seconds=SLICE_S))
+        return bool(self._store.check(keys))
 
     def _finish(self, work: dist.Work, members: Sequence[int], what: str) -> None:
         """Return if the work ended well, else explain why the wire broke."""
@@ -177,7 +181,7 @@ class Health:
             except RuntimeError:
                 reachable = False
                 break
-            if note is None or note.state == "settled" or self._settled.get(rank) == note.serial:
+            if note is None or note.state == "settled" or note.serial <= self._settled.get(rank, 0):
                 continue
             raise self._stop(note.root, note.error, what) from cause
         for rank in others:
@@ -205,11 +209,12 @@ class Health:
         while True:
             for rank in sorted(pending):
                 note = self._read(rank)
-                if note is None or self._settled.get(rank) == note.serial:
-                    continue
-                if note.state == "stopped":
+                if note is not None and note.state == "stopped":
                     raise self._stop(note.root, note.error, what)
-                self._settled[rank] = note.serial
+                # Ranks in step raise equally often; one that is ahead may have raised again.
+                if note is None or note.serial < mine.serial:
+                    continue
+                self._settled[rank] = mine.serial
                 pending.discard(rank)
             if not pending:
                 break

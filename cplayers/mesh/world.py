@@ -26,13 +26,10 @@ class World:
         self.health = Health(rank, size, _get_default_store())
         self._whole = tuple(range(size))
         self._groups: dict[Partition, dist.ProcessGroup] = {}
-        self._met: set[str] = set()
 
     def open(self, partitions: Iterable[Partition], subject: str) -> None:
-        """Open the groups that are missing. ``subject`` says what for, alike on all ranks."""
-        if subject not in self._met:
-            self.health.meet(subject)
-            self._met.add(subject)
+        """Open the groups that are missing, once all ranks have come to open the same ones."""
+        self.health.meet(subject)
         for partition in partitions:
             if partition not in self._groups and partition != (self._whole,):
                 for ranks in partition:
