@@ -52,7 +52,11 @@ def combine(partial: Partial, mesh: CPMesh, how: Combine) -> Tensor:
 
     Returns:
         `[T, n, V]` in out's type, the same bits on all PCP ranks.
+
+    Raises:
+        ConfigError: On an unknown ``how``.
     """
+    require_combine(how)
     if mesh.size("dcp") == 1:
         return partial.out
     if how == "a2a":
@@ -103,5 +107,10 @@ def unpack(packed: Tensor, dtype: torch.dtype) -> Partial:
     width = 4 // packed.dtype.itemsize
     out, lse = packed[..., :-width], packed[..., -width:]
     if packed.dtype != dtype:
-        out = out.contiguous().view(dtype)
-    return Partial(out, lse.contiguous().view(torch.float32).squeeze(-1))
+        out = _own_memory(out).view(dtype)
+    return Partial(out, _own_memory(lse).view(torch.float32).squeeze(-1))
+
+
+def _own_memory(x: Tensor) -> Tensor:
+    """A copy from offset 0 on: ``contiguous`` keeps a single row where it is, at any offset."""
+    return x.clone(memory_format=torch.contiguous_format)

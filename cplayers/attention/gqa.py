@@ -1,7 +1,8 @@
 """`DCPGQAAttention`: grouped-query attention over a KV cache that is spread over ranks.
 
 Legend: T rows of this rank, N query heads of the model, n = N / tp own heads, K KV heads of this
-rank, H head dim, k TP neighbours in the DCP group, p PCP ranks, g = k*p DCP ranks, e bytes per element.
+rank, H head dim, k TP neighbours in the DCP group, p PCP ranks, g = k*p DCP ranks, e bytes per
+element.
 
     q, k, v = project(x)                              # q: own n heads, or k*n with TPA
     q, k    = rope(norm(q)), rope(norm(k))
