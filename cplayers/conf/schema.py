@@ -1,0 +1,89 @@
+"""Typed schemas of what can be configured, one per config group.
+
+A schema has the settings of one class: the constructor's parameters that have a default, with the
+same names, types and defaults. Objects that exist only at run time (``RUNTIME``) and the shape of
+the model, which has no default, are passed when it is instantiated.
+
+    hydra.utils.instantiate(cfg.mesh)                 -> Topology
+    hydra.utils.instantiate(cfg.cache)                -> CacheConfig
+    hydra.utils.instantiate(cfg.prefill)(mesh=mesh)   -> PCPPrefillAttention
+    hydra.utils.instantiate(cfg.attention)(hidden, heads, kv_heads, head_dim, layer_idx=0, mesh=mesh)
+                                                      -> DCPGQAAttention
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hydra.core.config_store import ConfigStore
+
+RUNTIME = ("layer_idx", "mesh", "prefill")
+"""Parameters that are not settings: where a layer stands, on which ranks, and with which core."""
+
+
+@dataclass
+class TopologyConf:
+    """Settings of `cplayers.mesh.Topology`: the degrees of parallelism, stated here only."""
+
+    _target_: str = "cplayers.mesh.Topology"
+    _convert_: str = "all"
+    tp: int = 1
+    dcp: int = 1
+    pcp: int = 1
+    dp: int = 1
+
+
+@dataclass
+class CacheConf:
+    """Settings of `cplayers.cache.CacheConfig`."""
+
+    _target_: str = "cplayers.cache.CacheConfig"
+    _convert_: str = "all"
+    block_size: int = 16
+    interleave_size: int = 16
+    num_blocks: int | None = None
+
+
+@dataclass
+class GQAConf:
+    """Settings of `cplayers.attention.DCPGQAAttention`, as a factory of layers."""
+
+    _target_: str = "cplayers.attention.DCPGQAAttention"
+    _convert_: str = "all"
+    _partial_: bool = True
+    q_proj: str = "gather"
+    combine: str = "a2a"
+    backend: str = "auto"
+    softcap: float | None = None
+    scale: float | None = None
+    qk_norm: float | None = None
+    bias: bool = False
+    o_bias: bool = False
+
+
+@dataclass
+class PrefillConf:
+    """Settings of `cplayers.attention.PCPPrefillAttention`, as a factory."""
+
+    _target_: str = "cplayers.attention.PCPPrefillAttention"
+    _convert_: str = "all"
+    _partial_: bool = True
+    strategy: str = "auto"
+    backend: str = "auto"
+
+
+SCHEMAS = {
+    "mesh/schema": TopologyConf,
+    "cache/schema": CacheConf,
+    "attention/schema_gqa": GQAConf,
+    "prefill/schema": PrefillConf,
+}
+"""Schema by group and name, as the YAML files refer to them."""
+
+
+def register_configs() -> None:
+    """Make the schemas known to Hydra. Call it before `hydra.main`; calling it again is harmless."""
+    store = ConfigStore.instance()
+    for path, schema in SCHEMAS.items():
+        group, name = path.split("/")
+        store.store(group=group, name=name, node=schema, provider="cplayers.conf")
