@@ -184,7 +184,8 @@ class Health:
             if note is None or note.state == "settled" or note.serial <= self._settled.get(rank, 0):
                 continue
             raise self._stop(note.root, note.error, what) from cause
-        for rank in others:
+        # A store that is lost was served by a rank that is gone, most often 0, whoever waits here.
+        for rank in others if reachable else self._ranks:
             process = self._processes.get(rank)
             if process is not None and process.is_gone():
                 raise self._stop(rank, f"its process {process.pid} is gone", what) from cause

@@ -1,5 +1,9 @@
-"""Tools for testing context-parallel code: live ranks in a pool. The library never imports this."""
+"""Tools for testing context-parallel code: live ranks, and a check of attention backends.
 
+The library never imports this.
+"""
+
+from cplayers.testing.conformance import BackendError, check_backend
 from cplayers.testing.pool import RankPool, RankPoolError
 
-__all__ = ["RankPool", "RankPoolError"]
+__all__ = ["BackendError", "RankPool", "RankPoolError", "check_backend"]

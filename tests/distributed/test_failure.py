@@ -23,14 +23,15 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["cplayers.testing.rank"])
 
 
-def in_rank(scenario, rank, topology, directory):
+def file_store(rank, world_size, directory):
+    return dist.FileStore(str(directory / "rendezvous"), world_size)
+
+
+def in_rank(scenario, rank, topology, directory, store_of):
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{directory}/rendezvous",
-        rank=rank,
-        world_size=topology.world_size,
-    )
+    n = topology.world_size
+    store = store_of(rank, n, directory)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=n)
     mesh = CPMesh(topology)
     report = {"began": time.monotonic()}
     try:
@@ -48,10 +49,10 @@ def in_rank(scenario, rank, topology, directory):
     os._exit(0)
 
 
-def reports_of(scenario, topology, directory):
+def reports_of(scenario, topology, directory, store_of=file_store):
     """Run the scenario on every rank; reports by rank, without those that were killed."""
     processes = [
-        CONTEXT.Process(target=in_rank, args=(scenario, rank, topology, directory))
+        CONTEXT.Process(target=in_rank, args=(scenario, rank, topology, directory, store_of))
         for rank in range(topology.world_size)
     ]
     for process in processes:
@@ -145,6 +146,37 @@ def rank_3_raises_far_away(mesh, directory):
         mesh.all_reduce(torch.ones(1), "tp")
         mesh.all_reduce(torch.ones(1), "pcp")
         mesh.all_reduce(torch.ones(1), "tp")
+
+
+def tcp_store(rank, world_size, directory):
+    """A store that rank 0 serves, as torchrun's does not: it dies with rank 0."""
+    port_file = directory / "port"
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, world_size, True, wait_for_workers=False)
+        (directory / "port.tmp").write_text(str(store.port))
+        (directory / "port.tmp").rename(port_file)
+        return store
+    while not port_file.exists():
+        time.sleep(0.01)
+    return dist.TCPStore("127.0.0.1", int(port_file.read_text()), world_size, False)
+
+
+def rank_0_is_killed(mesh, directory):
+    """Rank 3 shares no group with rank 0."""
+    with mesh.guard():
+        mesh.all_reduce(torch.ones(3), "tp")
+        if mesh.rank_global == 0:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        mesh.all_reduce(torch.ones(1), "tp")
+        mesh.all_reduce(torch.ones(1), "pcp")
+        mesh.all_reduce(torch.ones(1), "tp")
+
+
+def test_the_rank_that_serves_the_store_is_killed(tmp_path):
+    reports = reports_of(rank_0_is_killed, Topology(tp=2, pcp=2), tmp_path, tcp_store)
+    assert sorted(reports) == [1, 2, 3]
+    check_survivors(reports, [1, 2, 3], 0, "is gone")
 
 
 def test_the_news_travels_from_group_to_group(tmp_path):
