@@ -124,7 +124,8 @@ class Dense:
     def _attend(self, x: Tensor) -> Tensor:
         s, length = self.setup, len(x)
         q, k = self._project(x, "q"), self._project(x, "k")
-        v = (x @ self.w["v.weight"].T + self.w.get("v.bias", 0.0)).view(length, -1, s.head_dim)
+        v = x @ self.w["v.weight"].T + self.w.get("v.bias", 0.0)
+        v = v.unflatten(-1, (s.num_kv_heads, s.head_dim))
         repeat = s.num_heads // s.num_kv_heads
         k = torch.stack([k[:, n // repeat] for n in range(s.num_heads)], 1)
         v = torch.stack([v[:, n // repeat] for n in range(s.num_heads)], 1)
@@ -138,7 +139,7 @@ class Dense:
 
     def _project(self, x: Tensor, which: str) -> Tensor:
         y = x @ self.w[f"{which}.weight"].T + self.w.get(f"{which}.bias", 0.0)
-        y = y.view(len(x), -1, self.setup.head_dim)
+        y = y.unflatten(-1, (y.shape[-1] // self.setup.head_dim, self.setup.head_dim))
         if self.setup.qk_norm:
             rms = (y.square().mean(-1, keepdim=True) + QK_NORM_EPS).sqrt()
             y = y / rms * self.w[f"{which}_norm.weight"]
@@ -148,12 +149,13 @@ class Dense:
         return y * cos[:, None] + rotated * sin[:, None]
 
 
-def check_close(got: Tensor, exact: Tensor, tolerance: float = 1e-5) -> None:
-    """Within ``tolerance`` of the largest exact value, and finite."""
+def check_close(got: Tensor, exact: Tensor, largest: Tensor | None = None) -> None:
+    """Finite, and within 1e-5 of the largest exact value (or of ``largest``)."""
     assert got.shape == exact.shape
     if exact.numel():
-        error, largest = (got.double() - exact).abs().max(), exact.abs().max()
-        assert error <= tolerance * largest, f"error {error:.2e} at values up to {largest:.2e}"
+        largest = exact.abs().max() if largest is None else largest
+        error = (got.double() - exact).abs().max()
+        assert error <= 1e-5 * largest, f"error {error:.2e} at values up to {largest:.2e}"
 
 
 # On the ranks.
@@ -271,7 +273,9 @@ def check_script(ranks: Any, setup: Setup, script: Script) -> list[Tensor]:
         assert len(outputs) == len(exact)
         for (out, decode), (same_out, same_decode) in zip(outputs, answers[0], strict=True):
             assert out.equal(same_out)
-            assert decode.equal(same_decode)  # rows that every PCP rank computed by itself
+            # Every PCP rank computes these; beside prompts of unequal shares, to rounding only.
+            if len(decode):
+                check_close(decode, same_decode.double(), same_out.abs().max())
     for got, want in zip(first, exact, strict=True):
         check_close(got, want)
     return first

@@ -1,19 +1,22 @@
-"""Combining the partial results of a DCP group: each rank attended to its own keys for all of the
-group's heads, and gets the merged output of the heads that it owns.
+"""Combining the partial results of a DCP group.
 
-T rows, N heads of the group, n = N / k heads of a rank, k TP neighbours and p PCP ranks in the group,
-V value dim, e bytes per element. All members of the group hold the same rows; members that differ
-only in their PCP rank own the same heads.
+Each rank attended to its own keys for all of the group's heads, and gets the merged output of the
+heads that it owns.
 
-| how   | collectives | sent per rank, bytes                                   |
-|-------|-------------|--------------------------------------------------------|
-| a2a   | 1           | (kp - 1) * T * n * (V*e + 4)                           |
-| ag_rs | 2           | (kp - 1) * T * (N * 4 + n * V * 4)                     |
+T rows, N heads of the group, n = N / k heads of a rank, k TP neighbours and p PCP ranks in the
+group, V value dim, e bytes per element. All members of the group hold the same rows; members that
+differ only in their PCP rank own the same heads.
+
+| how   | collectives | sent per rank, bytes                                     |
+|-------|-------------|----------------------------------------------------------|
+| a2a   | 1           | (kp - 1) * T * n * (V*e + 4)                             |
+| ag_rs | 2           | (kp - 1) * T * (N * 4 + n * V * 4)                       |
 | ar    | 2           | (kp - 1) * T * N * 4 + 2 * (kp - 1)/(kp) * T * N * V * 4 |
 
-Without PCP (p = 1) the first line is (k - 1)/k * T * N * (V*e + 4). ``a2a`` carries outputs in their
-own type with the fp32 lse packed beside them and merges in fp32; the other two reduce on the wire and
-therefore carry fp32. ``ar`` gives every rank all heads and is the choice where that is wanted.
+Without PCP (p = 1) the first line is (k - 1)/k * T * N * (V*e + 4). ``a2a`` carries outputs in
+their own type with the fp32 lse packed beside them and merges in fp32; the other two reduce on the
+wire and therefore carry fp32 (fp64 for fp64 outputs). ``ar`` gives every rank all heads and is the
+choice where that is wanted.
 """
 
 from __future__ import annotations

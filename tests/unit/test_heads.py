@@ -80,7 +80,7 @@ def test_every_legal_spread_of_heads_over_up_to_16_ranks(replicate_q: bool) -> N
 
 
 def test_query_heads_read_kv_heads_by_their_global_index() -> None:
-    """SGLang 34161 and 32858: K/V replicated over the group, 32 query and 2 KV heads, TP 4, DCP 4."""
+    """SGLang 34161 and 32858: K/V replicated, 32 query and 2 KV heads, TP 4, DCP 4."""
     topology = Topology(tp=4, dcp=4)
     shards = [head_shard(topology, rank, 32, 2, replicate_q=True) for rank in range(4)]
     assert [shard.own for shard in shards] == [(0, 8), (8, 16), (16, 24), (24, 32)]
