@@ -1,7 +1,7 @@
 """Attention of decode rows to this rank's shard of the cache: strategy ``gather_q``.
 
-The queries of the group's heads visit the keys: every rank attends with all of them to the keys that
-it holds, and the group combines the partial outputs.
+The queries of the group's heads visit the keys: every rank attends with all of them to the keys
+that it holds, and the group combines the partial outputs.
 
     q_own  [T, n, H]  --all-gather over the group's TP neighbours-->  q [T, N, H]
     for each run of consecutive blocks:   attend(q, keys in place, lo, hi)      -> Partial
@@ -23,8 +23,8 @@ from cplayers.ops import Partial, attend, empty, merge
 def gather_heads(q: Tensor, mesh: CPMesh) -> Tensor:
     """Own heads `[T, n, H]` to the group's heads `[T, N, H]`.
 
-    Members that differ only in their PCP rank hold the same decode rows, so the gather runs over the
-    TP neighbours alone; without PCP these are the DCP group itself.
+    Members that differ only in their PCP rank hold the same decode rows, so the gather runs over
+    the TP neighbours alone; without PCP these are the DCP group itself.
     """
     axis = "dcp" if mesh.size("pcp") == 1 else "dcp_tp"
     if mesh.size(axis) == 1:

@@ -1,8 +1,7 @@
 """`DCPGQAAttention`: grouped-query attention over a KV cache that is spread over ranks.
 
 Legend: T rows of this rank, N query heads of the model, n = N / tp own heads, K KV heads of this
-rank, H head dim, k TP neighbours in the DCP group, p PCP ranks, g = k*p DCP ranks, e bytes per
-element.
+rank, H head dim, k TP neighbours in a DCP group, p PCP ranks, g = k*p DCP ranks, e bytes a value.
 
     q, k, v = project(x)                              # q: own n heads, or k*n with TPA
     q, k    = rope(norm(q)), rope(norm(k))
@@ -32,10 +31,10 @@ import torch
 from torch import Tensor, nn
 
 from cplayers.attention.cached import attend_cached, gather_heads
-from cplayers.attention.combine import Combine, combine, require_combine
+from cplayers.attention.combine import Combine, combine
 from cplayers.attention.heads import HeadShard, head_shard
-from cplayers.attention.linear import RowParallelLinear
-from cplayers.attention.prefill import PCPPrefillAttention
+from cplayers.attention.linear import RowParallelLinear, adopt
+from cplayers.attention.prefill import PCPPrefillAttention, PrefillResult
 from cplayers.attention.tpa import TPAQProj
 from cplayers.cache import GQASpec, PagedKVCache, StepPlan
 from cplayers.errors import ConfigError
@@ -67,7 +66,7 @@ class DCPGQAAttention(nn.Module):
         mesh: The ranks.
 
     Raises:
-        ConfigError: If the heads cannot be laid out on the mesh.
+        ConfigError: If the heads cannot be laid out on the mesh, or are odd; on unknown choices.
     """
 
     def __init__(
@@ -90,27 +89,23 @@ class DCPGQAAttention(nn.Module):
         mesh: CPMesh,
     ) -> None:
         super().__init__()
-        if q_proj not in ("gather", "tpa"):
-            raise ConfigError(
-                f"q_proj={q_proj!r}",
-                "queries are gathered or projected for the group (TPA)",
-                "choose 'gather' or 'tpa'",
-            )
-        require_combine(combine)
         validate(
             mesh.topology,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             block_size=1,
             interleave_size=1,
-            replicate_q=q_proj == "tpa",
+            combine=combine,
+            q_proj=q_proj,
+            head_dim=head_dim,
         )
+        if head_dim % 2:
+            raise ConfigError(f"head_dim={head_dim}", "rope turns pairs", "make it even")
         self.hidden_size, self.head_dim = hidden_size, head_dim
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.layer_idx, self.combine, self.backend = layer_idx, combine, backend
-        self.softcap = softcap
         self.scale = head_dim**-0.5 if scale is None else scale
-        self.mesh = mesh
+        self.softcap, self.mesh = softcap, mesh
         self.heads: HeadShard = head_shard(
             mesh.topology, mesh.rank("tp"), num_heads, num_kv_heads, replicate_q=q_proj == "tpa"
         )
@@ -124,10 +119,13 @@ class DCPGQAAttention(nn.Module):
         self.o_proj = RowParallelLinear(
             self.heads.num_own * head_dim, hidden_size, bias=o_bias, mesh=mesh
         )
-        self.q_norm = None if qk_norm is None else nn.RMSNorm(head_dim, eps=qk_norm)
-        self.k_norm = None if qk_norm is None else nn.RMSNorm(head_dim, eps=qk_norm)
+        self.q_norm: nn.Module | None = (
+            None if qk_norm is None else nn.RMSNorm(head_dim, eps=qk_norm)
+        )
+        self.k_norm: nn.Module | None = (
+            None if qk_norm is None else nn.RMSNorm(head_dim, eps=qk_norm)
+        )
         self.prefill = prefill or PCPPrefillAttention(backend=backend, mesh=mesh)
-        self._prefill_kv_heads = self._kv_heads_of_own()
 
     @property
     def cache_spec(self) -> GQASpec:
@@ -164,7 +162,7 @@ class DCPGQAAttention(nn.Module):
             )
         cos, sin = (t.reshape(-1, t.shape[-1]) for t in position_embeddings)
         k = self._heads(self.k_proj(x), self.k_norm, cos, sin)
-        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        v = self._split(self.v_proj(x))
         decode = plan.num_decode
         outs = []
         if decode:
@@ -176,7 +174,8 @@ class DCPGQAAttention(nn.Module):
         if not outs:  # a step without tokens
             outs = [x.new_zeros(0, self.heads.num_own, self.head_dim)]
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
-        return self.o_proj(out.flatten(1)).view(hidden_states.shape)
+        y: Tensor = self.o_proj(out.flatten(1))
+        return y.view(hidden_states.shape)
 
     def _decode(
         self,
@@ -216,14 +215,14 @@ class DCPGQAAttention(nn.Module):
         assert plan.prefill is not None
         project = self.q_proj.own if isinstance(self.q_proj, TPAQProj) else self.q_proj
         q = self._heads(project(x), self.q_norm, cos, sin)
-        result = self.prefill(
+        result: PrefillResult = self.prefill(
             q,
             k,
             v,
             plan.prefill,
             scale=self.scale,
             softcap=self.softcap,
-            kv_heads=self._prefill_kv_heads,
+            kv_heads=self.heads.kv_read_by_own(),
         )
         for writes, (keys, values) in zip(plan.prefill_writes, result.shards, strict=True):
             cache.write(plan, self.layer_idx, writes, keys, values)
@@ -231,19 +230,12 @@ class DCPGQAAttention(nn.Module):
 
     def _heads(self, flat: Tensor, norm: nn.Module | None, cos: Tensor, sin: Tensor) -> Tensor:
         """`[T, heads * H]` to `[T, heads, H]`, normed and rotated."""
-        x = flat.unflatten(-1, (-1, self.head_dim))
+        x = self._split(flat)
         return apply_rope(x if norm is None else norm(x), cos, sin)
 
-    def _kv_heads_of_own(self) -> slice | Tensor | None:
-        """The group's KV heads that own queries read: all, a run of them, or one per query head."""
-        if self.heads.num_own == self.heads.num_group:
-            return None
-        reads = self.heads.kv_of_own()
-        first, last = reads[0], reads[-1]
-        each = len(reads) // (last - first + 1)
-        if reads == tuple(first + i // each for i in range(len(reads))):
-            return slice(first, last + 1)
-        return torch.tensor(reads, device="cpu")  # also while `from_full` builds on meta
+    def _split(self, flat: Tensor) -> Tensor:
+        """`[T, heads * H]` to `[T, heads, H]`."""
+        return flat.view(flat.shape[0], flat.shape[1] // self.head_dim, self.head_dim)
 
     @classmethod
     def from_full(
@@ -289,10 +281,10 @@ class DCPGQAAttention(nn.Module):
             )
         heads = layer.heads
         q_rows = heads.group if mode == "tpa" else heads.own
-        _adopt(layer.q_proj, q_proj, dim=0, rows=q_rows, head_dim=head_dim)
-        _adopt(layer.k_proj, k_proj, dim=0, rows=heads.kv, head_dim=head_dim)
-        _adopt(layer.v_proj, v_proj, dim=0, rows=heads.kv, head_dim=head_dim)
-        _adopt(layer.o_proj, o_proj, dim=1, rows=heads.own, head_dim=head_dim)
+        adopt(layer.q_proj, q_proj, dim=0, rows=q_rows, head_dim=head_dim)
+        adopt(layer.k_proj, k_proj, dim=0, rows=heads.kv, head_dim=head_dim)
+        adopt(layer.v_proj, v_proj, dim=0, rows=heads.kv, head_dim=head_dim)
+        adopt(layer.o_proj, o_proj, dim=1, rows=heads.own, head_dim=head_dim)
         layer.q_norm, layer.k_norm = q_norm, k_norm
         return layer.train(q_proj.training)
 
@@ -305,14 +297,3 @@ class DCPGQAAttention(nn.Module):
             f"head_dim={self.head_dim}, layer_idx={self.layer_idx}, combine={self.combine}, "
             f"backend={self.backend}, tp={size('tp')}, dcp={size('dcp')}, pcp={size('pcp')}"
         )
-
-
-def _adopt(
-    target: nn.Module, source: nn.Linear, *, dim: int, rows: tuple[int, int], head_dim: int
-) -> None:
-    """Give ``target`` the Parameters of ``source``, cut to ``rows`` heads along ``dim``."""
-    start, length = rows[0] * head_dim, (rows[1] - rows[0]) * head_dim
-    for name, param in list(source.named_parameters(recurse=False)):
-        if param.dim() > dim and length != param.shape[dim]:
-            param.data = param.data.narrow(dim, start, length).clone()
-        setattr(target, name, param)

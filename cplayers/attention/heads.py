@@ -1,7 +1,7 @@
 """Which heads a rank projects, attends with and stores. Plain ints.
 
-Worked example, 8 query heads, 2 KV heads, TP 4, DCP 2 (no PCP): rank 1 owns query heads 2..3, its DCP
-group (ranks 0 and 1) attends with heads 0..3, and both store KV head 0.
+Worked example, 8 query heads, 2 KV heads, TP 4, DCP 2 (no PCP): rank 1 owns query heads 2..3, its
+DCP group (ranks 0 and 1) attends with heads 0..3, and both store KV head 0.
 """
 
 from __future__ import annotations
@@ -43,6 +43,21 @@ class HeadShard(NamedTuple):
         """Local KV head that each own query head reads, when K/V are those of the whole group."""
         per_kv = self.num_group // self.num_kv
         return tuple((head - self.group[0]) // per_kv for head in range(*self.own))
+
+    def kv_read_by_own(self) -> slice | list[int] | None:
+        """Local KV heads to attend to with own queries alone: all, a run, or one per query head.
+
+        ``None`` and a run need no copy. One per head is for own heads that are spread unevenly over
+        KV heads, such as 3 heads that read KV heads 0, 1, 1.
+        """
+        if self.num_own == self.num_group:
+            return None
+        reads = self.kv_of_own()
+        first, last = reads[0], reads[-1]
+        each = len(reads) // (last - first + 1)
+        if reads == tuple(first + i // each for i in range(len(reads))):
+            return slice(first, last + 1)
+        return list(reads)
 
 
 def head_shard(

@@ -3,19 +3,20 @@
 A rank holds the queries, keys and values of its own tokens. Strategy ``gather_kv`` for a prompt
 without cached context:
 
-    all-gather (K, V) over PCP, every rank's rows padded to the longest      1 collective a layer
-    for each rank's shard s:  attend(q, K_s, V_s, lo_s, hi_s)                -> Partial
-    merge the shards                                                        -> out of the own queries
+    all-gather (K, V) over PCP, every rank's rows padded to the longest    1 collective a layer
+    for each rank's shard s:  attend(q, K_s, V_s, lo_s, hi_s)              -> Partial
+    merge the shards                                                      -> out of the own queries
 
-Shards are attended to where they arrive: a zigzag shard is in increasing position, so a causal query
-sees a prefix of it, and partials merge in any order. Nothing is put back in position order.
+Shards are attended to where they arrive: a zigzag shard is in increasing position, so a causal
+query sees a prefix of it, and partials merge in any order. Nothing is put back in position order.
 
 | axis | operation  | sent per rank, bytes                            |
 |------|------------|-------------------------------------------------|
 | pcp  | all_gather | (p - 1) * width * K * (H + V) * e               |
 
-``width`` is the largest share, at most ``2 * ceil(P / 2p)`` of P prompt tokens; where 2p divides P
-there is no padding, and for one prompt of 2,000 tokens on 8 ranks it is at most 0.8 %.
+``width`` is the largest share, at most ``2 * ceil(P / 2p)`` for a prompt of P tokens, and at most
+the sum of that over several prompts. Where 2p divides P there is no padding; for one prompt of
+about 2,000 tokens on up to 8 ranks it is at most 0.8 %.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class PCPPrefillAttention(nn.Module):
         *,
         scale: float,
         softcap: float | None = None,
-        kv_heads: Tensor | slice | None = None,
+        kv_heads: slice | list[int] | None = None,
     ) -> PrefillResult:
         """Attend and return the gathered keys and values, which the cache will want.
 

@@ -18,7 +18,10 @@ def gather_rows(rows: Tensor, plan: StepPlan, mesh: CPMesh, select: Tensor | Non
     """The inverse over all PCP ranks, for all packed tokens or those selected.
 
     Only selected rows travel: one all-gather over PCP, padded to the largest number of them on a
-    rank. A step without prompts needs none, because decode rows are on every rank.
+    rank. A step without prompts needs none where DCP spans PCP, because every rank then has the
+    same bits of the decode rows. With dcp = 1 each PCP rank attends to keys that it computed
+    itself, beside prompt shares of other sizes than its neighbours', so these rows are alike to
+    rounding only; the first rank's are taken.
 
     Args:
         rows: This rank's rows `[T, ...]`.
@@ -32,7 +35,8 @@ def gather_rows(rows: Tensor, plan: StepPlan, mesh: CPMesh, select: Tensor | Non
     owner, index = plan.owner, plan.index
     if select is not None:
         owner, index = owner[select], index[select]
-    if mesh.size("pcp") == 1 or plan.prefill is None:
+    local = plan.prefill is None and mesh.size("dcp") > 1
+    if mesh.size("pcp") == 1 or local:
         return rows[index.to(rows.device)]
     counts = torch.bincount(owner, minlength=mesh.size("pcp"))
     width = int(counts.max()) if len(owner) else 0

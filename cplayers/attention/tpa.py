@@ -2,8 +2,8 @@
 
 Decoding with ``gather`` projects N/tp heads per rank and then all-gathers the queries of the k TP
 neighbours in the DCP group. Splitting the projection over TPA = tp / k ranks instead gives every
-rank the queries of its group at once: k times the weight and the multiplications of this one matrix,
-one collective less per layer.
+rank the queries of its group at once: k times the weight and the multiplications of this one
+matrix, one collective less per layer.
 
 Prefill needs the own heads only, and takes that slice of the same weight.
 """
@@ -24,9 +24,10 @@ from cplayers.mesh import CPMesh
 class TPAQProj(nn.Module):
     """Query projection split over TPA.
 
-    Loads from a full checkpoint, from a TP checkpoint (this rank's rows; the others come from the TP
-    neighbours, so all ranks load together), or from its own; `full_state_dict` and `tp_state_dict`
-    give the first two back.
+    Loads from a full checkpoint, from a TP checkpoint (this rank's rows; the others come from the
+    TP neighbours, so all ranks load together), or from its own; `full_state_dict` and
+    `tp_state_dict` give the first two back. A checkpoint of other shapes raises ConfigError before
+    a parameter is changed.
 
     Args:
         hidden_size: Input features.
@@ -88,30 +89,35 @@ class TPAQProj(nn.Module):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, *args: Any, **kwargs: Any
     ) -> None:
+        given = {n: p for n, p in self.named_parameters() if prefix + n in state_dict}
+        for name, param in given.items():  # all of them before the first is changed
+            self._require_shape(name, state_dict[prefix + name].shape, param)
         cut = dict(state_dict)
-        for name, param in self.named_parameters():
-            if prefix + name in cut:
-                cut[prefix + name] = self._cut(name, cut[prefix + name], param.shape[0])
-        super()._load_from_state_dict(cut, prefix, *args, **kwargs)  # type: ignore[no-untyped-call]
+        for name, param in given.items():
+            cut[prefix + name] = self._cut(cut[prefix + name], param.shape[0])
+        super()._load_from_state_dict(cut, prefix, *args, **kwargs)
 
-    def _cut(self, name: str, value: Tensor, features: int) -> Tensor:
-        full = self.num_heads * self.head_dim
+    def _require_shape(self, name: str, shape: torch.Size, param: Tensor) -> None:
+        full, own, features = self.num_heads * self.head_dim, self.own_features, param.shape[0]
+        rest = tuple(param.shape[1:])
+        if tuple(shape) not in {(rows, *rest) for rows in (full, own, features)}:
+            raise ConfigError(
+                f"{name} of shape {tuple(shape)}",
+                f"a checkpoint of this projection has {full} rows (full), {own} (TP) or "
+                f"{features} (TPA), each of shape {rest}",
+                "load the checkpoint of the same model and layout",
+            )
+
+    def _cut(self, value: Tensor, features: int) -> Tensor:
         if value.shape[0] == features:
             return value
-        if value.shape[0] == full:
+        if value.shape[0] == self.num_heads * self.head_dim:
             return value.narrow(0, self.mesh.rank("tpa") * features, features)
-        if value.shape[0] == self.own_features:
-            return self.mesh.all_gather(value.contiguous(), "dcp_tp").flatten(0, 1)
-        raise ConfigError(
-            f"{name} with {value.shape[0]} rows",
-            f"a checkpoint of this projection has {full} rows (full), {self.own_features} (TP) or "
-            f"{features} (TPA)",
-            "load the checkpoint of the same model and layout",
-        )
+        return self.mesh.all_gather(value.contiguous(), "dcp_tp").flatten(0, 1)
 
     def extra_repr(self) -> str:
         """Sizes and the TPA degree."""
         return (
-            f"hidden_size={self.hidden_size}, num_heads={self.num_heads}, head_dim={self.head_dim}, "
-            f"bias={self.bias is not None}, tpa={self.mesh.size('tpa')}"
+            f"hidden_size={self.hidden_size}, num_heads={self.num_heads}, "
+            f"head_dim={self.head_dim}, bias={self.bias is not None}, tpa={self.mesh.size('tpa')}"
         )

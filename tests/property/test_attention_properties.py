@@ -116,6 +116,15 @@ def scripts(draw: st.DrawFn) -> Script:
         ("step", (("a", 4), ("c", 6), ("b", 0))),
     ),
 )
+@example(  # PCP ranks compute the keys of "a" beside shares of other prompts, and keep a copy each
+    setup=Setup(Topology(pcp=3), 4, 2, head_dim=8, hidden=16),
+    script=(
+        ("step", (("a", 2),)),
+        ("step", (("a", 3), ("b", 1))),
+        ("step", (("a", 3), ("c", 2))),
+        ("step", (("a", 1),)),
+    ),
+)
 def test_attention_over_ranks_is_dense_attention(ranks: Any, setup: Setup, script: Script) -> None:
     check_script(ranks, setup, script)
 
