@@ -1,4 +1,4 @@
-"""Row-parallel output projection: the one collective of a layer outside attention itself."""
+"""Row-parallel output projection, and cutting a plain one to a rank."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from cplayers.mesh import CPMesh
 class RowParallelLinear(nn.Module):
     """``y = x W^T + b`` with W's input features split over TP.
 
-    A rank multiplies its slice of the features by its slice of W; the sum over TP is one all-reduce,
-    after which the bias is added once.
+    A rank multiplies its slice of the features by its slice of W; the sum over TP is one
+    all-reduce, after which the bias is added once.
 
     Args:
         in_features: Input features of this rank.
@@ -46,3 +46,14 @@ class RowParallelLinear(nn.Module):
             f"in_features={self.in_features}, out_features={self.out_features}, "
             f"bias={self.bias is not None}, tp={self.mesh.size('tp')}"
         )
+
+
+def adopt(
+    target: nn.Module, source: nn.Linear, *, dim: int, rows: tuple[int, int], head_dim: int
+) -> None:
+    """Give ``target`` the Parameters of ``source``, cut to ``rows`` heads along ``dim``."""
+    start, length = rows[0] * head_dim, (rows[1] - rows[0]) * head_dim
+    for name, param in list(source.named_parameters(recurse=False)):
+        if param.dim() > dim and length != param.shape[dim]:
+            param.data = param.data.narrow(dim, start, length).clone()
+        setattr(target, name, param)
