@@ -133,6 +133,19 @@ def test_free_blocks_are_taken_before_reusable_ones_and_those_in_order_of_age() 
     assert pool.stats.evicted == 2
 
 
+def test_a_trial_evicts_only_what_its_picks_need_together() -> None:
+    pool = BlockPool(6)
+    a, b, c = fill(pool, b"a", b"b", b"c")
+    trial = pool.trial()
+    picks = [trial.pick(2), trial.pick(2), trial.pick(1)]
+    assert sorted(block for blocks in picks for block in blocks) == sorted({*range(6)} - {c})
+    assert pool.lookup([b"a"]) == [a], "nothing is lost before the trial is applied"
+    pool.apply(trial)
+    assert [pool.lookup([key]) for key in (b"a", b"b", b"c")] == [[], [], [c]]
+    assert (pool.num_used, pool.stats.evicted) == (5, 2)
+    assert pool.is_private([a, b])
+
+
 def test_the_end_of_a_sequence_is_evicted_before_its_beginning() -> None:
     pool = BlockPool(3)
     blocks = pool.allocate(3)
