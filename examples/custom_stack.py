@@ -162,7 +162,7 @@ def plan_step(cache: PagedKVCache, running: list[Request], waiting: list[Request
 
 @torch.no_grad()
 def serve(decoder: Decoder, cache: PagedKVCache, requests: list[Request], mesh: CPMesh) -> int:
-    """Run all requests to their end; returns the number of steps that mixed prompts and decoding."""
+    """Run all requests to their end; returns how many steps mixed prompts and decoding."""
     waiting, running, step, mixed = list(requests), list[Request](), 0, 0
     while waiting or running:
         for request in [r for r in waiting if r.arrives <= step]:

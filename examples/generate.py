@@ -162,7 +162,7 @@ def generate(
     return recorder.result(output[0, prompt:].tolist(), recorder.kv_bytes or plain_bytes)
 
 
-def table_of(here: Result, plain: Result | None, topology: Topology) -> Table:
+def table_of(here: Result, plain: Result | None, topology: Topology, combine: str) -> Table:
     degrees = " ".join(f"{axis}={topology.size(axis)}" for axis in ("tp", "pcp", "dcp"))
     table = Table(title="Attention over a spread context", title_justify="left")
     table.add_column("per rank")
@@ -177,7 +177,9 @@ def table_of(here: Result, plain: Result | None, topology: Topology) -> Table:
     }
     columns = [here] if plain is None else [plain, here]
     for result in columns:
-        table.add_column("plain, one process" if result is plain else degrees, justify="right")
+        table.add_column(
+            "plain, one process" if result is plain else f"{degrees}\n{combine}", justify="right"
+        )
     for name, label in rows.items():
         table.add_row(label, *(_cell(name, getattr(result, name)) for result in columns))
     return table
@@ -262,7 +264,7 @@ def finish(
 ) -> None:
     """Compare with the plain model and show, and write, the result."""
     plain = plain_result(folder, inputs, cfg.generation, console) if cfg.check else None
-    console.print(table_of(here, plain, topology))
+    console.print(table_of(here, plain, topology, cfg.attention.combine))
     equal = None if plain is None else plain.tokens == here.tokens
     if cfg.json:
         facts = {
@@ -314,9 +316,9 @@ if __name__ == "__main__":
     transformers.logging.disable_progress_bar()
     register_configs()
     ConfigStore.instance().store(name="generate_schema", node=GenerateConf)
-    with open(os.devnull, "w") as nowhere:
-        # Also what Hydra prints, e.g. --help, is wanted once.
-        with contextlib.redirect_stdout(sys.stdout if RANK == 0 else nowhere):
-            main()
+    if RANK != 0:
+        # Also what Hydra prints, e.g. --help, is wanted once. Open until the process ends.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    main()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -4,11 +4,11 @@ A schema has the settings of one class: the constructor's parameters that have a
 same names, types and defaults. Objects that exist only at run time (``RUNTIME``) and the shape of
 the model, which has no default, are passed when it is instantiated.
 
-    hydra.utils.instantiate(cfg.mesh)                 -> Topology
-    hydra.utils.instantiate(cfg.cache)                -> CacheConfig
-    hydra.utils.instantiate(cfg.prefill)(mesh=mesh)   -> PCPPrefillAttention
-    hydra.utils.instantiate(cfg.attention)(hidden, heads, kv_heads, head_dim, layer_idx=0, mesh=mesh)
-                                                      -> DCPGQAAttention
+    instantiate(cfg.mesh)                 -> Topology
+    instantiate(cfg.cache)                -> CacheConfig
+    instantiate(cfg.prefill)(mesh=mesh)   -> PCPPrefillAttention
+    instantiate(cfg.attention)(hidden_size, num_heads, num_kv_heads, head_dim,
+                               layer_idx=i, mesh=mesh)  -> DCPGQAAttention
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ SCHEMAS = {
 
 
 def register_configs() -> None:
-    """Make the schemas known to Hydra. Call it before `hydra.main`; calling it again is harmless."""
+    """Make the schemas known to Hydra, before `hydra.main`. Calling it again is harmless."""
     store = ConfigStore.instance()
     for path, schema in SCHEMAS.items():
         group, name = path.split("/")

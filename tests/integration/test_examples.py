@@ -1,0 +1,164 @@
+"""The examples as a user starts them: as processes, on one rank and on several."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SHORT = "The keeper's dog is called Biscuit. The barge is called Patience."
+QUESTION = "question='What is the dog called?'"
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, FP32 = 30, 9, 3, 64, 4  # of SmolLM2 135M
+
+
+def start(
+    name: str, *args: str, ranks: int = 1, cwd: Path = EXAMPLES
+) -> subprocess.CompletedProcess[str]:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *(torchrun if ranks > 1 else []), str(EXAMPLES / name), *args]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where this module's examples keep the converted model; the first of them makes it."""
+    return tmp_path_factory.mktemp("weights") / "smollm2"
+
+
+def generate(weights: Path, folder: Path, ranks: int) -> tuple[str, dict[str, Any]]:
+    """Run generate.py on a short document; returns what it printed and its JSON."""
+    (folder / "short.txt").write_text(SHORT)
+    result = folder / "result.json"
+    work = folder / "work"
+    work.mkdir()
+    done = start(
+        "generate.py",
+        f"model.cache_dir={weights}",
+        f"prompt_file={folder / 'short.txt'}",
+        f"json={result}",
+        QUESTION,
+        "generation.max_new_tokens=8",
+        ranks=ranks,
+        cwd=work,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "", "a run without mistakes warns of nothing"
+    assert list(work.iterdir()) == [], "nothing is written to the working directory"
+    facts = json.loads(result.read_text())
+    assert isinstance(facts, dict)
+    return done.stdout, facts
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_generate(ranks: int, weights: Path, tmp_path: Path) -> None:
+    printed, facts = generate(weights, tmp_path, ranks)
+    assert facts["mesh"] == {"tp": 1, "dcp": ranks, "pcp": ranks, "dp": 1}
+    assert facts["tokens_equal"] is True
+    assert facts["here"]["tokens"] == facts["plain"]["tokens"]
+    assert 1 < len(facts["here"]["tokens"]) <= 8
+    assert printed.count("What is the dog called?") == 1, "only rank 0 prints"
+    assert "Biscuit" in printed
+
+    token = LAYERS * 2 * KV_HEADS * HEAD_DIM * FP32
+    tokens, rest = divmod(facts["plain"]["kv_bytes"], token)
+    assert rest == 0
+    blocks = -(-tokens // (16 * ranks))
+    assert facts["here"]["kv_bytes"] == blocks * 16 * token
+    # One all-to-all a layer: each head's output and its lse, to the one other rank.
+    peers = ranks - 1
+    assert facts["here"]["step_collectives"] == peers * LAYERS
+    assert facts["here"]["step_bytes_sent"] == peers * LAYERS * HEADS * (HEAD_DIM * FP32 + 4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_swap_layers(ranks: int) -> None:
+    done = start("swap_layers.py", ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Topology(") == 1
+    assert f"Topology(tp=1, dcp={ranks}, pcp={ranks}, dp=1)" in done.stdout
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_custom_stack(ranks: int) -> None:
+    done = start("custom_stack.py", ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    requests = [line for line in lines if line[-1] == "yes"]
+    assert [line[0] for line in requests] == ["a", "b", "c", "d", "e"]
+    assert f"dcp={ranks}" in done.stdout
+    # The example shows something only if prompts joined others, waited, and gave blocks back.
+    mixed = int(done.stdout.splitlines()[0].split(", ")[-1].split()[0])
+    assert mixed >= 2
+    assert sum(int(line[4]) for line in requests) > 0
+    assert sum(int(line[5]) for line in requests) > 0
+
+
+def test_generate_help() -> None:
+    done = start("generate.py", "--help")
+    assert done.returncode == 0, done.stderr
+    for words in ("torchrun --standalone", "tp3_pcp2_dcp2", "max_new_tokens: 32", "question:"):
+        assert words in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("generation.max_token=3", "Key 'max_token' not in 'GenerationConf'"),
+        ("mesh=tp3_pcp2_dcp2", "torchrun --standalone --nproc-per-node 6"),
+    ],
+)
+def test_generate_refuses_mistakes(override: str, words: str, weights: Path) -> None:
+    done = start("generate.py", f"model.cache_dir={weights}", override)
+    assert done.returncode == 1
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.slow
+def test_conversion_equals_that_of_transformers(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    smollm2 = smollm2_module()
+    smollm2.convert(tmp_path / "made")
+    smollm2.convert(tmp_path / "made")  # the second finds it there
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+    file = smollm2.gguf_file()
+    theirs = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.float32
+    )
+    ours = smollm2.load_model(tmp_path / "made")
+    expected = theirs.state_dict()
+    assert ours.state_dict().keys() == expected.keys()
+    for name, weight in ours.state_dict().items():
+        assert torch.equal(weight, expected[name]), name
+    assert ours.config.rope_parameters == theirs.config.rope_parameters
+
+    tokenizer = smollm2.load_tokenizer(tmp_path / "made")
+    reference = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    text = (EXAMPLES / "document.txt").read_text()
+    assert tokenizer(text).input_ids == reference(text).input_ids
+    chat = [{"role": "user", "content": "A naïve question, with 12 words?"}]
+    options = {"tokenize": False, "add_generation_prompt": True}
+    ours_text = tokenizer.apply_chat_template(chat, **options)
+    assert ours_text == reference.apply_chat_template(chat, **options)
+
+
+def smollm2_module() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("smollm2", EXAMPLES / "smollm2.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
