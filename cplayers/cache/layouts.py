@@ -98,7 +98,15 @@ class InterleavedLayout:
 
     def blocks(self, length: int) -> int:
         """Virtual blocks that ``length`` tokens need: rank 0 always holds the largest share."""
-        return -(-self.count_before(length, 0) // self.block_size)
+        rounds, rest = divmod(length, self.interleave_size * self.cp_size)
+        run = self.interleave_size
+        return -(-(rounds * run + min(rest, run)) // self.block_size)
+
+    def full_blocks(self, length: int) -> int:
+        """Of these, how many are full on every rank: the last rank holds the smallest share."""
+        rounds, rest = divmod(length, self.interleave_size * self.cp_size)
+        run = self.interleave_size
+        return (rounds * run + max(rest - (self.cp_size - 1) * run, 0)) // self.block_size
 
     @property
     def unit_blocks(self) -> int:

@@ -148,7 +148,7 @@ class SequenceTable:
                 raise ConfigError(
                     f"new tokens of {seq!r}={new!r}", "at least 0", "pass an int >= 0"
                 )
-            ids, first = state.table.ids, self._first_open(state)
+            ids, first = state.table.ids, layout.full_blocks(state.length)
             keep, tail = len(ids), list[int]()
             if new and not self.pool.is_private(ids[first:]):
                 keep, tail = self._own_end(ids, first, trial, copies, overwritten)
@@ -182,21 +182,13 @@ class SequenceTable:
             tail.append(block)
         return keep, tail
 
-    def _first_open(self, state: SequenceState) -> int:
-        """Index of the first block that is not full on every rank: the step writes none before.
-
-        The next token of any rank goes to a local index not below the smallest share, which is the
-        last rank's.
-        """
-        last_rank = self.layout.cp_size - 1
-        return self.layout.count_before(state.length, last_rank) // self.layout.block_size
-
     def blocks_for(self, seq: Hashable, new: int) -> int:
         """Blocks that ``new`` more tokens of ``seq`` would take, copy-on-write included."""
         state = self.get(seq)
         if new == 0:
             return 0
-        shared = sum(self.pool.refs(b) > 1 for b in state.table.ids[self._first_open(state) :])
+        end = state.table.ids[self.layout.full_blocks(state.length) :]
+        shared = sum(self.pool.refs(block) > 1 for block in end)
         return shared + self.layout.blocks(state.length + new) - len(state.table)
 
     def apply(self, draft: Draft) -> None:

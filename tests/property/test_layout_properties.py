@@ -133,6 +133,7 @@ def test_blocks_waste_less_than_one_per_rank(layout: InterleavedLayout, length: 
     shares = [layout.count_before(length, rank) for rank in range(layout.cp_size)]
     reserved = layout.blocks(length) * layout.block_size
     assert max(shares) <= reserved < max(shares) + layout.block_size
+    assert layout.full_blocks(length) == min(shares) // layout.block_size
     if layout.block_size % layout.interleave_size == 0:
         assert reserved <= -(-length // layout.cp_size) + layout.block_size
 
