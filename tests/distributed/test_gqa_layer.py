@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import Dense, Live, Script, Setup, build, check_close, check_script, run_script
+from attention_cases import (
+    Dense,
+    Live,
+    Script,
+    Setup,
+    build,
+    check_close,
+    check_script,
+    new_tokens,
+    run_script,
+)
 from torch import Tensor, nn
 
 from cplayers.attention import DCPGQAAttention, PCPPrefillAttention
@@ -87,8 +97,6 @@ class OneOfBatch(Live):
     rows: slice | None = None
 
     def inputs(self, plan: Any) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        from attention_cases import new_tokens
-
         _, position_embeddings = super().inputs(plan)
         if self.rows is None:
             return super().inputs(plan)
