@@ -4,7 +4,7 @@ from cplayers.attention.cached import attend_cached, gather_heads
 from cplayers.attention.combine import Combine, combine
 from cplayers.attention.gqa import DCPGQAAttention
 from cplayers.attention.heads import HeadShard, head_shard
-from cplayers.attention.linear import RowParallelLinear
+from cplayers.attention.linear import GatheredLinear, RowParallelLinear
 from cplayers.attention.prefill import PCPPrefillAttention, PrefillResult
 from cplayers.attention.tokens import gather_rows, take_rows
 from cplayers.attention.tpa import TPAQProj
@@ -12,6 +12,7 @@ from cplayers.attention.tpa import TPAQProj
 __all__ = [
     "Combine",
     "DCPGQAAttention",
+    "GatheredLinear",
     "HeadShard",
     "PCPPrefillAttention",
     "PrefillResult",

@@ -48,10 +48,44 @@ class RowParallelLinear(nn.Module):
         )
 
 
+class GatheredLinear(nn.Module):
+    """``y = x W^T + b`` with W's output features split over TP, gathered again: for lm_head.
+
+    Args:
+        in_features: Input features.
+        out_features: Output features of this rank.
+        bias: Whether there is a bias.
+        mesh: The ranks.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool = False, mesh: CPMesh
+    ) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.part = nn.Linear(in_features, out_features, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[..., in_features]` to `[..., tp * out_features]`, the same on all of TP."""
+        parts = self.mesh.all_gather(self.part(x), "tp")
+        return parts.movedim(0, -2).flatten(-2)
+
+
 def adopt(
-    target: nn.Module, source: nn.Linear, *, dim: int, rows: tuple[int, int], head_dim: int
+    target: nn.Module, source: nn.Linear, *, dim: int, rows: tuple[int, int], head_dim: int = 1
 ) -> None:
-    """Give ``target`` the Parameters of ``source``, cut to ``rows`` heads along ``dim``."""
+    """Give ``target`` the Parameters of ``source``, cut to ``rows`` along ``dim``.
+
+    The Parameter objects stay the same; a cut releases the memory of the rest. A bias, which has
+    output features only, is cut along dimension 0.
+
+    Args:
+        target: Gets the Parameters.
+        source: An unsharded projection.
+        dim: 0 for output features, 1 for input features.
+        rows: Half-open range of heads, or of features where ``head_dim`` is 1.
+        head_dim: Features of a head.
+    """
     start, length = rows[0] * head_dim, (rows[1] - rows[0]) * head_dim
     for name, param in list(source.named_parameters(recurse=False)):
         if param.dim() > dim and length != param.shape[dim]:

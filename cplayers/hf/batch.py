@@ -15,39 +15,31 @@ class Batch:
         tokens: Token ids `[B, S]`, or embeddings `[B, S, hidden]`.
         attention_mask: Mask over cached and new columns `[B, past + S]`, or ``None``.
         past: Columns in the cache.
-        first: First real column of each row so far (``past`` where there is none yet).
+        seen: Which of those are tokens, bool `[B, past]`, or ``None`` where all are.
 
     Attributes:
         rows: B.
         columns: S.
         real: Which new columns are tokens `[B, S]`, or ``None`` where all are.
         counts: New real tokens of each row.
-        first: First real column of each row, these columns included.
 
     Raises:
-        ConfigError: On a mask of another shape.
+        ConfigError: On a mask of another shape, or one that hides cached tokens.
     """
 
     def __init__(
-        self, tokens: Tensor, attention_mask: Tensor | None, past: int, first: list[int]
+        self, tokens: Tensor, attention_mask: Tensor | None, past: int, seen: Tensor | None
     ) -> None:
         self.tokens, self.past = tokens, past
         self.rows, self.columns = tokens.shape[:2]
-        self.real = self._real(attention_mask)
-        if self.real is None:
-            self.counts = [self.columns] * self.rows
-            self.first = list(first)
-        else:
-            self.counts = self.real.sum(1).tolist()
-            leading = (self.real.long().cumsum(1) == 0).sum(1).tolist()
-            self.first = [
-                known if known < past else past + pads
-                for known, pads in zip(first, leading, strict=True)
-            ]
+        self._before = seen
+        self.real = None if attention_mask is None else self._split(attention_mask)
+        self.counts: list[int] = (
+            [self.columns] * self.rows if self.real is None else self.real.sum(1).tolist()
+        )
 
-    def _real(self, mask: Tensor | None) -> Tensor | None:
-        if mask is None:
-            return None
+    def _split(self, mask: Tensor) -> Tensor | None:
+        """The new columns of the mask, once its cached ones are checked."""
         wanted = (self.rows, self.past + self.columns)
         if tuple(mask.shape) != wanted:
             raise ConfigError(
@@ -56,15 +48,24 @@ class Batch:
                 f"{self.columns} new tokens",
                 "pass the tokenizer's 2-D mask; causality is the library's work",
             )
-        real = mask[:, self.past :].to(torch.bool)
-        return None if bool(real.all()) else real
+        mask = mask.to(torch.bool)
+        before, real = mask[:, : self.past], mask[:, self.past :]
+        if not (before.all() if self._before is None else torch.equal(before, self._before)):
+            raise ConfigError(
+                "an attention_mask that differs from the cached one",
+                "a token is cached or left out when it is computed and cannot be masked later",
+                "extend the mask of the earlier calls, or start without their cache",
+            )
+        return None if real.all() else real
 
-    def trailing(self, row: int) -> int:
-        """Real columns after the row's last padding column."""
-        if self.real is None:
-            return self.columns
-        pads = (~self.real[row]).nonzero()
-        return self.columns - 1 - int(pads[-1]) if len(pads) else self.columns
+    def seen(self) -> Tensor | None:
+        """Which columns, cached and new, are tokens `[B, past + S]`; ``None`` where all are."""
+        if self._before is None and self.real is None:
+            return None
+        parts = [(self._before, self.past), (self.real, self.columns)]
+        return torch.cat(
+            [self.tokens.new_ones(self.rows, n).bool() if x is None else x for x, n in parts], dim=1
+        )
 
     def pack(self, x: Tensor) -> Tensor:
         """`[B, S, ...]` to the real tokens `[P, ...]`, row after row."""
@@ -77,14 +78,15 @@ class Batch:
         padding in front shifts nothing, and padding in between counts, as it does in transformers.
         """
         if given is None:
-            column = torch.arange(self.past, self.past + self.columns, device=self.tokens.device)
-            first = torch.tensor(self.first, device=self.tokens.device)
-            given = column - first[:, None]
+            given = torch.arange(self.past, self.past + self.columns, device=self.tokens.device)
+            seen = self.seen()
+            if seen is not None:
+                given = given - (seen.long().cumsum(1) == 0).sum(1, keepdim=True)
         elif given.shape[-1] != self.columns:
             raise ConfigError(
                 f"position_ids of shape {tuple(given.shape)}",
-                f"there are {self.columns} new columns",
-                "pass one position per new column",
+                f"there is one position per new column, and there are {self.columns}",
+                "leave position_ids out, or pass those of the new columns",
             )
         return self.pack(given.expand(self.rows, self.columns))
 

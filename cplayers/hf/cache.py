@@ -19,7 +19,7 @@ class CPCache(Cache):
     """A batch of sequences in a `PagedKVCache`, seen as a transformers cache.
 
     transformers counts *columns*, padding included; the paged cache holds real tokens only. This class
-    keeps both: the sequences of the batch, the columns so far, and for each row the first real one.
+    keeps both: the sequences of the batch, the columns so far and which of them are tokens.
     The sequences are freed by `free`, or when the object is garbage collected.
 
     Args:
@@ -31,9 +31,8 @@ class CPCache(Cache):
         self.paged = paged
         self.seqs: list[int] = []
         self.columns = 0
+        self.seen: Tensor | None = None  # which columns are tokens [B, columns], None: all
         self.expected = 0  # columns that the call will need in all, if known
-        self.first: list[int] = []
-        self._tail: list[int] = []  # real tokens since the last padding column, per row
         self._finalizer: weakref.finalize[..., CPCache] | None = None
 
     def start(self, batch: int) -> None:
@@ -41,22 +40,18 @@ class CPCache(Cache):
         self.seqs = [next(_NAMES) for _ in range(batch)]
         for seq in self.seqs:
             self.paged.add(seq)
-        self.first, self._tail, self.columns = [0] * batch, [0] * batch, 0
         self._finalizer = weakref.finalize(self, _free, self.paged, tuple(self.seqs))
 
     def free(self) -> None:
         """Give the blocks back; the object is then empty and can be started again."""
         if self._finalizer is not None:
             self._finalizer()
-        self.seqs, self.first, self._tail, self.columns = [], [], [], 0
+        self.seqs, self.columns, self.seen = [], 0, None
 
     def accept(self, batch: Batch) -> None:
         """Count the columns of a step that was committed."""
-        for row in range(len(self.seqs)):
-            self.first[row] = batch.first[row]
-            tail = batch.trailing(row)
-            self._tail[row] = self._tail[row] + tail if tail == batch.columns else tail
         self.columns += batch.columns
+        self.seen = batch.seen()
 
     # What transformers asks for
 
@@ -75,18 +70,18 @@ class CPCache(Cache):
             ConfigError: If one of them is padding.
         """
         count = abs(tokens_to_remove)
-        if count > min(self._tail, default=0):
+        kept = self.columns - count
+        if kept < 0 or (self.seen is not None and not self.seen[:, kept:].all()):
             raise ConfigError(
                 f"crop of {count} columns",
-                "only tokens after the last padding can be dropped",
-                f"drop at most {min(self._tail, default=0)}",
+                f"only tokens can be dropped, and of the last {self.columns} columns some are "
+                "padding or missing",
+                "drop fewer columns",
             )
-        if not count:
-            return
-        for seq in self.seqs:
+        for seq in self.seqs if count else ():
             self.paged.truncate(seq, self.paged.length(seq) - count)
-        self.columns -= count
-        self._tail = [tail - count for tail in self._tail]
+        self.columns = kept
+        self.seen = None if self.seen is None else self.seen[:, :kept]
 
     def reset(self) -> None:
         """Free all sequences."""

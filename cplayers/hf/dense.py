@@ -1,19 +1,14 @@
-"""Sharding of what is not attention: MLPs and lm_head over TP, with torch's tensor-parallel API."""
+"""Sharding of what is not attention: MLPs and lm_head over TP, where their sizes divide by it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    parallelize_module,
-)
 
+from cplayers.attention.linear import GatheredLinear, RowParallelLinear, adopt
 from cplayers.hf.families import Family
 from cplayers.mesh import CPMesh
 
@@ -38,45 +33,60 @@ def shard_dense(
     model: Any, family: Family, mesh: CPMesh, filter_fn: FilterFn | None
 ) -> list[Dense]:
     """Split every MLP and the lm_head that TP divides; leave the others replicated and say so."""
-    tp = mesh.size("tp")
-    if tp == 1:
+    if mesh.size("tp") == 1:
         return []
-    mlps = [(n, m) for n, m in model.named_modules() if type(m).__name__ == family.mlp]
     result = []
-    for name, module in mlps:
-        width = module.gate_proj.out_features
-        plan: dict[str, ParallelStyle] = {
-            "gate_proj": ColwiseParallel(),
-            "up_proj": ColwiseParallel(),
-            "down_proj": RowwiseParallel(),
-        }
-        result.append(_shard(name, module, width, "intermediate size", plan, mesh, filter_fn))
+    for name, mlp in model.named_modules():
+        if type(mlp).__name__ != family.mlp:
+            continue
+        width = mlp.gate_proj.out_features
+        reason = _why_not(name, mlp, width, "intermediate size", mesh, filter_fn)
+        if not reason:
+            _shard_mlp(mlp, mesh)
+        result.append(Dense(name, not reason, reason))
     head = model.lm_head
-    if head.weight is model.get_input_embeddings().weight:
-        # the embedding stays whole on every rank, so the tie is cut (the storage is still shared
-        # until the shard is made)
-        head.weight = nn.Parameter(head.weight.detach(), requires_grad=head.weight.requires_grad)
-    style = ColwiseParallel(output_layouts=Replicate())
-    result.append(
-        _shard("lm_head", head, head.out_features, "vocabulary size", style, mesh, filter_fn)
-    )
-    return result
+    reason = _why_not("lm_head", head, head.out_features, "vocabulary size", mesh, filter_fn)
+    if not reason:
+        _shard_head(model, mesh)
+    return [*result, Dense("lm_head", not reason, reason)]
 
 
-def _shard(
-    name: str,
-    module: nn.Module,
-    width: int,
-    what: str,
-    plan: ParallelStyle | dict[str, ParallelStyle],
-    mesh: CPMesh,
-    filter_fn: FilterFn | None,
-) -> Dense:
+def _why_not(
+    name: str, module: nn.Module, width: int, what: str, mesh: CPMesh, filter_fn: FilterFn | None
+) -> str:
     tp = mesh.size("tp")
     if filter_fn is not None and not filter_fn(module, name):
-        return Dense(name, False, "left out by filter_fn")
-    if width % tp:
-        return Dense(name, False, f"{what} {width} is not divisible by tp={tp}")
-    # src_data_rank=None: every rank cuts its own copy, nothing is sent
-    parallelize_module(module, mesh.tp_mesh(), plan, src_data_rank=None)
-    return Dense(name, True)
+        return "left out by filter_fn"
+    return f"{what} {width} is not divisible by tp={tp}" if width % tp else ""
+
+
+def _own(width: int, mesh: CPMesh) -> tuple[int, int]:
+    """This rank's range of ``width`` features."""
+    part = width // mesh.size("tp")
+    return mesh.rank("tp") * part, (mesh.rank("tp") + 1) * part
+
+
+def _shard_mlp(mlp: Any, mesh: CPMesh) -> None:
+    down = mlp.down_proj
+    own = _own(down.in_features, mesh)
+    for linear in (mlp.gate_proj, mlp.up_proj):
+        adopt(linear, linear, dim=0, rows=own)
+        linear.out_features = own[1] - own[0]
+    with torch.device("meta"):
+        mlp.down_proj = RowParallelLinear(
+            own[1] - own[0], down.out_features, bias=down.bias is not None, mesh=mesh
+        )
+    adopt(mlp.down_proj, down, dim=1, rows=own)
+
+
+def _shard_head(model: Any, mesh: CPMesh) -> None:
+    head = model.lm_head
+    if head.weight is model.get_input_embeddings().weight:
+        # the embedding stays whole, so the tie is cut: same storage until the shard is cloned
+        head.weight = nn.Parameter(head.weight.detach(), requires_grad=head.weight.requires_grad)
+    own = _own(head.out_features, mesh)
+    with torch.device("meta"):
+        model.lm_head = GatheredLinear(
+            head.in_features, own[1] - own[0], bias=head.bias is not None, mesh=mesh
+        )
+    adopt(model.lm_head.part, head, dim=0, rows=own)

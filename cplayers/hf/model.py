@@ -70,8 +70,7 @@ class ContextParallelModel:
             _refuse_outputs(kwargs)
             tokens = check_call(model, input_ids, inputs_embeds, given)
             step = given if given is not None else CPCache(self.cp.cache)
-            past = step.columns
-            batch = Batch(tokens, attention_mask, past, step.first or [past] * len(tokens))
+            batch = Batch(tokens, attention_mask, step.columns, step.seen)
             started = bool(step.seqs)
             cached = [self.cp.cache.length(seq) for seq in step.seqs]
             check_batch(model, batch, cached if started else [0] * batch.rows)
@@ -93,7 +92,9 @@ class ContextParallelModel:
             vocabulary = logits.shape[-1]
             loss = model.loss_function(logits=logits, labels=labels, vocab_size=vocabulary)
         kept = step if use_cache or given is not None else None
-        output = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE_NAME: kept})
+        output = CausalLMOutputWithPast(loss=loss, logits=logits)
+        if kept is not None:
+            output[CACHE_NAME] = kept
         return output.to_tuple() if return_dict is False else output
 
     def _cp_step(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from transformers import PreTrainedModel
 
@@ -85,5 +85,5 @@ def parallelize(
     dense = shard_dense(model, family, mesh, filter_fn)
     base = type(model)
     model.__class__ = type(f"ContextParallel{base.__name__}", (ContextParallelModel, base), {})
-    model.cp = CPState(mesh, cache, layers, dense)
+    cast("Any", model).cp = CPState(mesh, cache, layers, dense)
     return model

@@ -123,8 +123,10 @@ def _join(rank: int, call: Call) -> None:
 
 
 def _forget_dtensor_plans() -> None:
-    """Clear DTensor's caches: a device mesh of the next process group compares equal to one of the
-    last, and cached plans would go on using its groups, which are gone.
+    """Clear DTensor's caches.
+
+    A device mesh of the next process group compares equal to one of the last, and a cached plan
+    would go on using its groups, which are gone.
     """
     if "torch.distributed.tensor" not in sys.modules:
         return
