@@ -127,7 +127,11 @@ def test_generate_refuses_mistakes(override: str, words: str, weights: Path) -> 
 
 
 @pytest.mark.slow
-def test_conversion_equals_that_of_transformers(tmp_path: Path) -> None:
+def test_conversion_equals_that_of_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch sets this variable when transformers' loader imports its compiler; undone afterwards.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "unused"))
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
