@@ -133,11 +133,15 @@ class PagedKVCache:
     def free(self, seq: Hashable) -> None:
         """Forget a sequence and release its blocks; registered content stays until it is evicted.
 
+        A plan in which ``seq`` has no part stays good: it takes no block that could be released.
+        So a sequence may be freed at any time, also by garbage collection amid a step.
+
         Raises:
             ConfigError: If ``seq`` is unknown.
         """
         self._sequences.free(seq)
-        self._pending = None
+        if self._pending is not None and seq in self._pending.plan.seqs:
+            self._pending = None
 
     def truncate(self, seq: Hashable, length: int) -> None:
         """Drop the tokens of ``seq`` from position ``length`` on, e.g. rejected draft tokens.
@@ -153,7 +157,7 @@ class PagedKVCache:
     def plan(self, requests: Sequence[tuple[Hashable, int]]) -> StepPlan:
         """Decide a step of ``(sequence, new tokens)``; nothing is taken until it is committed.
 
-        A later plan, or any change of a sequence, makes an earlier plan stale.
+        A later plan, a fork, a cut, or freeing a sequence of the plan makes it stale.
 
         Raises:
             ConfigError: On an unknown or repeated sequence or a negative number of tokens.

@@ -46,7 +46,8 @@ class Storage:
 
     def write(self, layer: int, writes: Writes, planes: tuple[Tensor, ...]) -> None:
         """Copy rows `[T, heads, dim]` of each plane to their slots."""
-        for store, rows in zip(self._layers[layer], planes, strict=True):
+        for store, given in zip(self._layers[layer], planes, strict=True):
+            rows = given.detach()  # or the cache would keep the graph of every step
             for row0, row1, slot in writes.segments:
                 store[:, slot : slot + row1 - row0] = rows[row0:row1].transpose(0, 1)
             if writes.rows is not None and writes.slots is not None:

@@ -299,6 +299,39 @@ def test_a_stale_plan_is_refused() -> None:
             cache.commit(plan)
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_another_sequence_may_be_freed_amid_a_step(shared: bool) -> None:
+    (cache,) = group = caches(ranks=1, num_blocks=4)
+    cache.add("a")
+    step(group, "a", [1, 2, 3, 4, 5])
+    if shared:
+        cache.fork("a", "b")
+    else:
+        cache.add("b")
+        step(group, "b", [9, 9])
+    plan = cache.plan([("a", 1)])
+    write(cache, plan, [6])
+    cache.free("b")
+    cache.commit(plan)
+    assert stored(group, "a") == [1, 2, 3, 4, 5, 6]
+    assert cache.pool.num_used == 2
+
+
+def test_the_cache_keeps_no_graph_of_what_is_written() -> None:
+    for interleave in (1, 4):  # rows by index, and by segment
+        cache = caches(ranks=2, interleave=interleave, num_blocks=16)[0]
+        cache.add("a")
+        plan = cache.plan([("a", 40)])
+        (writes,) = plan.prefill_writes
+        assert (writes.rows is None) == (interleave == 4)
+        k = torch.randn(40, 1, 1, dtype=torch.float64, requires_grad=True)
+        cache.write(plan, 0, writes, k, -k)
+        keys, values = cache.view(0, 0, 20)
+        assert keys.any()
+        assert not keys.requires_grad
+        assert not values.requires_grad
+
+
 def test_wrong_names_and_numbers_are_refused() -> None:
     (cache,) = caches(ranks=1)
     cache.add("a")
