@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -22,6 +26,8 @@ settings.register_profile("all", _PROFILE, max_examples=300, derandomize=False)
 settings.load_profile("default")
 
 torch.set_num_threads(1)
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 # pytest names the running test here, and changes it by itself.
 _ENVIRONMENT_OF_PYTEST = {"PYTEST_CURRENT_TEST"}
@@ -59,6 +65,16 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     yield at_least
     if pool is not None:
         pool.close()
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of the examples' model, converted once per session, in a process of its own."""
+    folder = tmp_path_factory.mktemp("weights") / "smollm2"
+    code = "import pathlib, sys, smollm2; smollm2.convert(pathlib.Path(sys.argv[1]))"
+    subprocess.run([sys.executable, "-c", code, str(folder)], cwd=EXAMPLES, check=True)
+    yield folder
+    shutil.rmtree(folder)
 
 
 @pytest.fixture(autouse=True)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -30,13 +28,7 @@ def start(
     )
 
 
-@pytest.fixture(scope="module")
-def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where this module's examples keep the converted model; the first of them makes it."""
-    return tmp_path_factory.mktemp("weights") / "smollm2"
-
-
-def generate(weights: Path, folder: Path, ranks: int) -> tuple[str, dict[str, Any]]:
+def generate(smollm2: Path, folder: Path, ranks: int) -> tuple[str, dict[str, Any]]:
     """Run generate.py on a short document; returns what it printed and its JSON."""
     (folder / "short.txt").write_text(SHORT)
     result = folder / "result.json"
@@ -44,7 +36,7 @@ def generate(weights: Path, folder: Path, ranks: int) -> tuple[str, dict[str, An
     work.mkdir()
     done = start(
         "generate.py",
-        f"model.cache_dir={weights}",
+        f"model.cache_dir={smollm2}",
         f"prompt_file={folder / 'short.txt'}",
         f"json={result}",
         QUESTION,
@@ -61,8 +53,8 @@ def generate(weights: Path, folder: Path, ranks: int) -> tuple[str, dict[str, An
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_generate(ranks: int, weights: Path, tmp_path: Path) -> None:
-    printed, facts = generate(weights, tmp_path, ranks)
+def test_generate(ranks: int, smollm2: Path, tmp_path: Path) -> None:
+    printed, facts = generate(smollm2, tmp_path, ranks)
     assert facts["mesh"] == {"tp": 1, "dcp": ranks, "pcp": ranks, "dp": 1}
     assert facts["tokens_equal"] is True
     assert facts["here"]["tokens"] == facts["plain"]["tokens"]
@@ -118,51 +110,9 @@ def test_generate_help() -> None:
         ("mesh=tp3_pcp2_dcp2", "torchrun --standalone --nproc-per-node 6"),
     ],
 )
-def test_generate_refuses_mistakes(override: str, words: str, weights: Path) -> None:
-    done = start("generate.py", f"model.cache_dir={weights}", override)
+def test_generate_refuses_mistakes(override: str, words: str, smollm2: Path) -> None:
+    done = start("generate.py", f"model.cache_dir={smollm2}", override)
     assert done.returncode == 1
     assert words in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
-
-
-@pytest.mark.slow
-def test_conversion_equals_that_of_transformers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # torch sets this variable when transformers' loader imports its compiler; undone afterwards.
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "unused"))
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    smollm2 = smollm2_module()
-    smollm2.convert(tmp_path / "made")
-    smollm2.convert(tmp_path / "made")  # the second finds it there
-    assert not list(tmp_path.glob(".made-*")), "no half-made folder is left"
-    file = smollm2.gguf_file()
-    theirs = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.float32
-    )
-    ours = smollm2.load_model(tmp_path / "made")
-    expected = theirs.state_dict()
-    assert ours.state_dict().keys() == expected.keys()
-    for name, weight in ours.state_dict().items():
-        assert torch.equal(weight, expected[name]), name
-    assert ours.config.rope_parameters == theirs.config.rope_parameters
-
-    tokenizer = smollm2.load_tokenizer(tmp_path / "made")
-    reference = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    text = (EXAMPLES / "document.txt").read_text()
-    assert tokenizer(text).input_ids == reference(text).input_ids
-    chat = [{"role": "user", "content": "A naïve question, with 12 words?"}]
-    options = {"tokenize": False, "add_generation_prompt": True}
-    ours_text = tokenizer.apply_chat_template(chat, **options)
-    assert ours_text == reference.apply_chat_template(chat, **options)
-
-
-def smollm2_module() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("smollm2", EXAMPLES / "smollm2.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
