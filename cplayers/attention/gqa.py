@@ -39,7 +39,7 @@ from cplayers.attention.tpa import TPAQProj
 from cplayers.cache import GQASpec, PagedKVCache, StepPlan
 from cplayers.errors import ConfigError
 from cplayers.mesh import CPMesh, validate
-from cplayers.ops import apply_rope
+from cplayers.ops import apply_rope, require_backend
 
 QProj = Literal["gather", "tpa"]
 
@@ -99,6 +99,7 @@ class DCPGQAAttention(nn.Module):
             q_proj=q_proj,
             head_dim=head_dim,
         )
+        require_backend(backend)
         if head_dim % 2:
             raise ConfigError(f"head_dim={head_dim}", "rope turns pairs", "make it even")
         self.hidden_size, self.head_dim = hidden_size, head_dim

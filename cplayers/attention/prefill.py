@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from cplayers.cache.plan import Prefill
 from cplayers.errors import ConfigError
 from cplayers.mesh import CPMesh
-from cplayers.ops import attend, empty, merge
+from cplayers.ops import attend, empty, merge, require_backend
 
 STRATEGIES = ("auto", "gather_kv")
 
@@ -54,7 +54,7 @@ class PCPPrefillAttention(nn.Module):
         mesh: The ranks.
 
     Raises:
-        ConfigError: On an unknown strategy.
+        ConfigError: On an unknown strategy or backend.
     """
 
     def __init__(self, strategy: str = "auto", *, backend: str = "auto", mesh: CPMesh) -> None:
@@ -65,6 +65,7 @@ class PCPPrefillAttention(nn.Module):
                 "prompts without cached context are prefilled by a known strategy",
                 f"choose one of {', '.join(STRATEGIES)}",
             )
+        require_backend(backend)
         self.strategy, self.backend, self.mesh = strategy, backend, mesh
 
     def forward(

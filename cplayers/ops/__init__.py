@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cplayers.ops.attend import attend, available_backends, select
+from cplayers.ops.attend import attend, available_backends, require_backend, select
 from cplayers.ops.partial import (
     Partial,
     add_sink,
@@ -28,6 +28,7 @@ __all__ = [
     "empty",
     "merge",
     "merge_stacked",
+    "require_backend",
     "scale_weights",
     "select",
     "spans",

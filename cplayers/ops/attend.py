@@ -74,11 +74,16 @@ def available_backends(
     return tuple(n for n, b in BACKENDS.items() if b.refuse(q, k, v, softcap) is None)
 
 
-def _check_backend(name: str, q: Tensor, k: Tensor, v: Tensor, softcap: float | None) -> None:
-    if name not in BACKENDS:
+def require_backend(name: str) -> None:
+    """Raise ConfigError unless ``name`` is ``"auto"`` or names a backend."""
+    if name != "auto" and name not in BACKENDS:
         raise ConfigError(
             f'backend="{name}"', "no such backend", f"use auto or one of {', '.join(BACKENDS)}"
         )
+
+
+def _check_backend(name: str, q: Tensor, k: Tensor, v: Tensor, softcap: float | None) -> None:
+    require_backend(name)
     refused = BACKENDS[name].refuse(q, k, v, softcap)
     if refused is not None:
         others = ", ".join(available_backends(q, k, v, softcap))

@@ -263,6 +263,7 @@ def construct(topology: Topology, overrides: dict[str, Any]) -> None:
         ({"num_heads": 0}, r"num_heads=0"),
         ({"head_dim": 0}, r"head_dim=0"),
         ({"head_dim": 5}, r"head_dim=5: .*pairs.*even"),
+        ({"backend": "fast"}, r'backend="fast": no such backend.*auto or one of'),
     ],
 )
 def test_an_impossible_layer_is_refused_at_construction(
@@ -272,9 +273,11 @@ def test_an_impossible_layer_is_refused_at_construction(
         ranks(9).run(construct, Topology(tp=4, dcp=2), overrides, n=4)
 
 
-def test_an_unknown_prefill_strategy_is_refused() -> None:
+def test_an_unknown_prefill_strategy_or_backend_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"strategy='gather'.*auto, gather_kv"):
         PCPPrefillAttention("gather", mesh=CPMesh(Topology()))
+    with pytest.raises(ConfigError, match=r'backend="fast": no such backend'):
+        PCPPrefillAttention(backend="fast", mesh=CPMesh(Topology()))
 
 
 class Fault(RuntimeError):
