@@ -52,7 +52,7 @@ ROOMS = sorted(f"cplayers.{m.name}" for m in pkgutil.iter_modules([str(PACKAGE)]
 
 @pytest.fixture(autouse=True)
 def compiler_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch sets this variable when transformers' loader imports its compiler; undone afterwards."""
+    """torch sets this variable when transformers imports its compiler; undone afterwards."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
 
 
