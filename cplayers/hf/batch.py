@@ -1,4 +1,4 @@
-"""One call's ``[B, S]`` columns with their padding, and the packed real tokens ``[P]`` they hold."""
+"""A call's ``[B, S]`` columns with their padding, and the packed real tokens ``[P]`` they hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`CPCache`: what ``generate`` carries from step to step, a batch of sequences in the paged cache."""
+"""`CPCache`: what ``generate`` carries from step to step, a batch of sequences."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _NAMES = itertools.count()
 class CPCache(Cache):
     """A batch of sequences in a `PagedKVCache`, seen as a transformers cache.
 
-    transformers counts *columns*, padding included; the paged cache holds real tokens only. This class
-    keeps both: the sequences of the batch, the columns so far and which of them are tokens.
+    transformers counts *columns*, padding included; the paged cache holds real tokens only. This
+    class keeps both: the sequences of the batch, the columns so far and which of them are tokens.
     The sequences are freed by `free`, or when the object is garbage collected.
 
     Args:
@@ -37,10 +37,29 @@ class CPCache(Cache):
 
     def start(self, batch: int) -> None:
         """Add ``batch`` empty sequences."""
-        self.seqs = [next(_NAMES) for _ in range(batch)]
+        self._adopt([next(_NAMES) for _ in range(batch)])
         for seq in self.seqs:
             self.paged.add(seq)
-        self._finalizer = weakref.finalize(self, _free, self.paged, tuple(self.seqs))
+
+    def __deepcopy__(self, memo: dict[int, object]) -> CPCache:
+        """A cache that goes its own way from here, e.g. from a prompt that several calls share.
+
+        It lives in the same paged cache; blocks are shared until one side writes to them.
+        """
+        copy = CPCache(self.paged)
+        copy.columns, copy.seen, copy.expected = self.columns, self.seen, self.expected
+        if self.seqs:
+            copy._adopt([next(_NAMES) for _ in self.seqs])
+            for seq, new in zip(self.seqs, copy.seqs, strict=True):
+                self.paged.fork(seq, new)
+        return copy
+
+    def __copy__(self) -> CPCache:
+        return self.__deepcopy__({})
+
+    def _adopt(self, seqs: list[int]) -> None:
+        self.seqs = seqs
+        self._finalizer = weakref.finalize(self, _free, self.paged, tuple(seqs))
 
     def free(self) -> None:
         """Give the blocks back; the object is then empty and can be started again."""

@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import GenerationConfig
 
 from cplayers.errors import ConfigError
 from cplayers.hf.batch import Batch
 from cplayers.hf.cache import CPCache
 from cplayers.mesh import CPMesh
+
+_PLAIN = (bool, int, float, str, list, tuple, type(None))
 
 
 def check_call(
@@ -20,7 +23,8 @@ def check_call(
     """Check the arguments of ``forward``; returns the tokens or embeddings.
 
     Raises:
-        ConfigError: On no input or both kinds, a foreign cache, or dropout in training mode.
+        ConfigError: On no input or both kinds, a foreign cache or one of another model, or dropout
+            in training mode.
     """
     if (input_ids is None) == (inputs_embeds is None):
         raise ConfigError(
@@ -39,6 +43,12 @@ def check_call(
             f"a cache of type {type(cache).__name__}",
             "the KV cache is spread over ranks and kept by the model",
             "leave cache out, or pass the one that an earlier call returned",
+        )
+    if cache is not None and cache.paged is not model.cp.cache:
+        raise ConfigError(
+            "a cache of another model, or of this one before its weights were moved",
+            "a cache is continued where it was filled",
+            "leave cache out, or pass the one that an earlier call of this model returned",
         )
     dropout = getattr(model.config, "attention_dropout", 0.0)
     if model.training and dropout:
@@ -83,50 +93,88 @@ def check_generate(model: Any, options: dict[str, Any]) -> None:
     """Check the options of ``generate``.
 
     Raises:
-        ConfigError: On beam search, a foreign cache implementation or training mode with dropout.
+        ConfigError: On beam search, a foreign cache implementation, a time limit over several
+            ranks, ``use_cache=False`` with a cache, or padding on the right.
     """
-    config = options.get("generation_config") or model.generation_config
-
-    def option(name: str, default: Any) -> Any:
-        value = options.get(name)
-        value = getattr(config, name, None) if value is None else value
-        return default if value is None else value
-
-    beams = option("num_beams", 1)
+    beams = generate_option(model, options, "num_beams", 1)
     if beams != 1:
         raise ConfigError(
             f"num_beams={beams}",
             "beam search would have to reorder the sharded cache and is not supported",
             "use num_beams=1, greedy or with do_sample=True",
         )
-    implementation = option("cache_implementation", "dynamic")
+    implementation = generate_option(model, options, "cache_implementation", "dynamic")
     if implementation != "dynamic":
         raise ConfigError(
             f"cache_implementation={implementation!r}",
             "the KV cache is spread over ranks and kept by the model",
             "leave cache_implementation out; parallelize(cache=CacheConfig(...)) sets up the cache",
         )
+    seconds = generate_option(model, options, "max_time", None)
+    if seconds is not None and model.cp.mesh.topology.world_size > 1:
+        raise ConfigError(
+            f"max_time={seconds}",
+            "the clocks of several ranks differ, so some would stop and others wait for them",
+            "limit max_new_tokens instead",
+        )
+    cache = options.get("cache", options.get("past_key_values"))
+    if cache is not None and generate_option(model, options, "use_cache", True) is False:
+        raise ConfigError(
+            "use_cache=False with a cache",
+            "a cache that is given is used and extended",
+            "leave out one of the two",
+        )
+    mask = options.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2 and not mask[:, -1:].all():
+        raise ConfigError(
+            "an attention_mask whose last column has padding",
+            "generation goes on from the last column, which must be a token in every row",
+            'pad on the left: tokenizer.padding_side = "left"',
+        )
 
 
-def check_same_inputs(mesh: CPMesh, *tensors: Tensor | None) -> None:
+def generate_option(model: Any, options: dict[str, Any], name: str, default: Any) -> Any:
+    """An option of ``generate``: as passed, else of the config passed, else of the model's own."""
+    for value in (
+        options.get(name),
+        getattr(options.get("generation_config"), name, None),
+        getattr(model.generation_config, name, None),
+    ):
+        if value is not None:
+            return value
+    return default
+
+
+def check_same_inputs(mesh: CPMesh, **inputs: Any) -> None:
     """Compare inputs over TP and PCP, so that a mistake ends in an error and not in a hang.
+
+    Args:
+        mesh: The ranks.
+        **inputs: Tensors, plain values and generation configs; anything else is not compared.
 
     Raises:
         ConfigError: On all ranks, if one of them was called with other inputs.
     """
     digest = 0
-    for tensor in tensors:
-        if tensor is not None:
-            content = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-            digest = zlib.crc32(content + str(tuple(tensor.shape)).encode(), digest)
+    for name, value in sorted(inputs.items()):
+        digest = zlib.crc32(name.encode() + _content(value), digest)
     for axis in ("tp", "pcp"):
         seen = mesh.all_gather(torch.tensor([digest]), axis).flatten().tolist()
         if len(set(seen)) > 1:
             raise ConfigError(
                 f"inputs that differ over {axis} (checksums {seen})",
-                "every rank is called with the same inputs",
+                "every rank is called with the same inputs and options",
                 "tokenize the same prompt on every rank, or broadcast it from one",
             )
+
+
+def _content(value: Any) -> bytes:
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        return flat.numpy().tobytes() + str(tuple(value.shape)).encode()
+    if isinstance(value, GenerationConfig):
+        value = sorted((k, v) for k, v in value.to_dict().items() if isinstance(v, _PLAIN))
+    return repr(value).encode() if isinstance(value, _PLAIN) else b""
 
 
 def share_random_state(mesh: CPMesh, device: torch.device) -> None:

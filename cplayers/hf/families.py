@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cplayers.errors import ConfigError
+from cplayers.mesh import CPMesh
 
 
 @dataclass(frozen=True)
@@ -58,9 +59,24 @@ def _refuse_sliding_window(config: Any) -> None:
     if slides:
         raise ConfigError(
             f"sliding_window={window}",
-            "sliding-window attention is not supported yet, and ignoring it would change the results",
-            "use a checkpoint without a window, or set config.sliding_window=None before building the "
-            "model if full attention is what you want",
+            "sliding windows are not supported yet, and ignoring them would change the results",
+            "use a checkpoint without a window, or set config.sliding_window=None before building "
+            "the model if full attention is what you want",
+        )
+
+
+def refuse_length_dependent_rope(config: Any, mesh: CPMesh) -> None:
+    """Refuse rotary embeddings that look at the longest position of a call, which PCP splits.
+
+    Raises:
+        ConfigError: If ``config`` has one and the mesh splits prompts.
+    """
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind in ("dynamic", "longrope") and mesh.size("pcp") > 1:
+        raise ConfigError(
+            f"rope_type={kind!r} with pcp={mesh.size('pcp')}",
+            "its frequencies depend on the length of the prompt, of which a rank sees its share",
+            "use pcp=1 and spread the cache over tp (dcp), or a fixed rope_type such as 'yarn'",
         )
 
 

@@ -25,6 +25,7 @@ from cplayers.hf.checks import (
     check_call,
     check_generate,
     check_same_inputs,
+    generate_option,
     share_random_state,
 )
 from cplayers.hf.state import CPState
@@ -67,7 +68,8 @@ class ContextParallelModel:
         model = cast("Any", self)
         given = cache if cache is not None else past_key_values
         with self.cp.mesh.guard():
-            _refuse_outputs(kwargs)
+            _refuse_outputs(model, kwargs)
+            self.cp.follow_weights()
             tokens = check_call(model, input_ids, inputs_embeds, given)
             step = given if given is not None else CPCache(self.cp.cache)
             batch = Batch(tokens, attention_mask, step.columns, step.seen)
@@ -143,7 +145,13 @@ class ContextParallelModel:
             ConfigError: On what cannot work (`cplayers.hf.checks`), before anything changes.
             CacheFullError: If a cache of fixed size cannot hold the sequences.
         """
+        # All of it guarded: a streamer or a logits processor may raise between two forwards.
+        with self.cp.mesh.guard():
+            return self._cp_generate(inputs, kwargs)
+
+    def _cp_generate(self, inputs: Tensor | None, kwargs: dict[str, Any]) -> Any:
         model = cast("Any", self)
+        self.cp.follow_weights()
         check_generate(model, kwargs)
         given = kwargs.get("cache", kwargs.get("past_key_values"))
         prompt = inputs if inputs is not None else kwargs.get("input_ids")
@@ -151,10 +159,10 @@ class ContextParallelModel:
         if tokens is not None:
             embedded = prompt is None
             check_call(model, None if embedded else tokens, tokens if embedded else None, given)
-        with self.cp.mesh.guard():
-            check_same_inputs(self.cp.mesh, tokens, kwargs.get("attention_mask"))
-            share_random_state(self.cp.mesh, model.device)
-        own = given is None and kwargs.get("use_cache") is not False
+        defaults = model.generation_config
+        check_same_inputs(self.cp.mesh, **{**kwargs, "inputs": inputs, "defaults": defaults})
+        share_random_state(self.cp.mesh, model.device)
+        own = given is None and generate_option(model, kwargs, "use_cache", True)
         if own:
             kwargs[CACHE_NAME] = given = CPCache(self.cp.cache)
             if tokens is not None:
@@ -169,12 +177,10 @@ class ContextParallelModel:
 
     def _cp_new_tokens(self, prompt: int, options: dict[str, Any]) -> int:
         """New tokens that generate may make, to size a growing cache once; a guess may be short."""
-        config = options.get("generation_config") or cast("Any", self).generation_config
-        new = options.get("max_new_tokens") or getattr(config, "max_new_tokens", None)
+        new = generate_option(self, options, "max_new_tokens", None)
         if new is not None:
             return int(new)
-        length = options.get("max_length") or getattr(config, "max_length", None) or 0
-        return max(0, int(length) - prompt)
+        return max(0, int(generate_option(self, options, "max_length", 0)) - prompt)
 
     def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
         """Refused: the weights were cut to this rank."""
@@ -189,9 +195,10 @@ def _rows(packed: Tensor, plan: StepPlan) -> Tensor:
     return take_rows(packed, plan)[None]
 
 
-def _refuse_outputs(kwargs: dict[str, Any]) -> None:
+def _refuse_outputs(model: Any, kwargs: dict[str, Any]) -> None:
     for name in ("output_attentions", "output_hidden_states"):
-        if kwargs.pop(name, None):
+        asked = kwargs.pop(name, None)
+        if asked or (asked is None and getattr(model.config, name, False)):
             raise ConfigError(
                 f"{name}=True",
                 "intermediate results are spread over ranks and not collected",

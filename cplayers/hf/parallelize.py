@@ -12,7 +12,7 @@ from cplayers.cache import CacheConfig
 from cplayers.errors import ConfigError
 from cplayers.hf.attention import HFGQAAttention
 from cplayers.hf.dense import FilterFn, shard_dense
-from cplayers.hf.families import attention_modules, family_of
+from cplayers.hf.families import attention_modules, family_of, refuse_length_dependent_rope
 from cplayers.hf.model import ContextParallelModel
 from cplayers.hf.state import CPState
 from cplayers.mesh import CPMesh, validate
@@ -31,11 +31,11 @@ def parallelize(
     backend: str = "auto",
     filter_fn: FilterFn | None = None,
 ) -> Model:
-    """Make ``model`` run context-parallel on ``mesh``; ``generate`` and calls then work on all ranks.
+    """Make ``model`` run context-parallel on ``mesh``; it is then called alike on all ranks.
 
     The attention modules are replaced, their Parameters kept and cut to this rank. MLPs and lm_head
-    are sharded over TP where it divides them. With PCP above 1 each rank computes its zigzag share of
-    a prompt through the whole network.
+    are sharded over TP where it divides them. With PCP above 1 each rank computes its zigzag share
+    of a prompt through the whole network.
 
     Example:
         >>> mesh = CPMesh(Topology(pcp=2, dcp=2))             # under torchrun, 2 ranks
@@ -57,8 +57,8 @@ def parallelize(
         The same object, now also a `ContextParallelModel`; ``model.cp`` tells what happened.
 
     Raises:
-        ConfigError: If the architecture is unknown or its heads do not fit the mesh, on all ranks
-            alike and before anything is changed.
+        ConfigError: If the architecture is unknown or does not fit the mesh, on all ranks alike
+            and before anything is changed.
     """
     if isinstance(model, ContextParallelModel):
         raise ConfigError(
@@ -75,6 +75,7 @@ def parallelize(
         interleave_size=cache.interleave_size,
         replicate_q=q_proj == "tpa",
     )
+    refuse_length_dependent_rope(config, mesh)
     layers: list[Any] = []
     for name, module in attention_modules(model, family):
         layer = HFGQAAttention.from_hf(

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 
 from cplayers.attention import DCPGQAAttention
 from cplayers.cache import CacheConfig, InterleavedLayout, PagedKVCache
+from cplayers.errors import ConfigError
 from cplayers.hf.dense import Dense
 from cplayers.mesh import CPMesh
 
@@ -29,12 +30,15 @@ class CPState:
         dense: list[Dense],
     ) -> None:
         self.mesh, self.cache_config, self.layers, self.dense = mesh, config, layers, dense
-        weight = layers[0].k_proj.weight
+        self.cache = self._new_cache()
+
+    def _new_cache(self) -> PagedKVCache:
+        weight, config, mesh = self.layers[0].k_proj.weight, self.cache_config, self.mesh
         layout = InterleavedLayout(mesh.size("dcp"), config.interleave_size, config.block_size)
-        self.cache = PagedKVCache(
-            layers[0].cache_spec,
+        return PagedKVCache(
+            self.layers[0].cache_spec,
             layout,
-            len(layers),
+            len(self.layers),
             config.num_blocks or 1,
             mesh.rank("dcp"),
             weight.dtype,
@@ -43,14 +47,36 @@ class CPState:
             pcp_size=mesh.size("pcp"),
         )
 
+    def follow_weights(self) -> None:
+        """Make the cache anew where ``model.to`` has changed the weights' dtype or device.
+
+        Raises:
+            ConfigError: If sequences are still cached in the old one.
+        """
+        weight, cache = self.layers[0].k_proj.weight, self.cache
+        device = cache.view_of_rank.device
+        if (weight.dtype, weight.device) == (cache.dtype, device):
+            return
+        if cache.seqs:
+            raise ConfigError(
+                f"weights in {weight.dtype} on {weight.device}",
+                f"the cache holds {len(cache.seqs)} sequences in {cache.dtype} on {device}",
+                "free the caches and outputs of earlier calls, or move the model back",
+            )
+        self.cache = self._new_cache()
+
     def reserve(self, requests: Sequence[tuple[Hashable, int]]) -> None:
-        """With ``num_blocks=None``, grow the cache to what ``requests`` take."""
+        """With ``num_blocks=None``, grow the cache to what ``requests`` take.
+
+        Storage is copied to grow, so a cache in use grows by a quarter at least: a loop of single
+        steps then copies each token a bounded number of times.
+        """
         if self.cache_config.num_blocks is not None:
             return
         pool = self.cache.pool
         missing = self.cache.blocks_for(requests) - pool.num_available
         if missing > 0:
-            self.cache.grow(pool.num_blocks + missing)
+            self.cache.grow(pool.num_blocks + max(missing, pool.num_used // 4))
 
     def report(self) -> str:
         """What runs where, as text: layout, attention, cache, dense layers and traffic so far."""
