@@ -16,8 +16,22 @@ from einops import rearrange
 from torch import Tensor
 
 from cplayers.cache import PagedKVCache, StepPlan
+from cplayers.errors import ConfigError
 from cplayers.mesh import CPMesh
 from cplayers.ops import Partial, attend, empty, merge
+
+
+def require_spread(cache: PagedKVCache, mesh: CPMesh) -> None:
+    """Raise ConfigError unless ``cache`` is spread over the ranks of ``mesh``."""
+    view, rank, size = cache.view_of_rank, mesh.rank, mesh.size
+    has = (view.cp_rank, view.layout.cp_size, view.pcp_rank, view.pcp_size)
+    wanted = (rank("dcp"), size("dcp"), rank("pcp"), size("pcp"))
+    if has != wanted:
+        raise ConfigError(
+            f"a cache with cp_rank, cp_size, pcp_rank, pcp_size = {has}",
+            f"this rank of {mesh} has {wanted}: it would miss keys, or count them twice",
+            "build the cache from mesh.rank and mesh.size of 'dcp' and 'pcp'",
+        )
 
 
 def gather_heads(q: Tensor, mesh: CPMesh) -> Tensor:

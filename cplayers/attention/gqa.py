@@ -25,12 +25,12 @@ Every degree 1 is the plain layer: no collective, no copy.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
-from cplayers.attention.cached import attend_cached, gather_heads
+from cplayers.attention.cached import attend_cached, gather_heads, require_spread
 from cplayers.attention.combine import Combine, combine
 from cplayers.attention.heads import HeadShard, head_shard
 from cplayers.attention.linear import RowParallelLinear, adopt
@@ -42,6 +42,21 @@ from cplayers.mesh import CPMesh, validate
 from cplayers.ops import apply_rope, require_backend
 
 QProj = Literal["gather", "tpa"]
+
+
+class _Rows(NamedTuple):
+    """What the layer knows of its rows before attention, each `[T, ...]`."""
+
+    x: Tensor
+    cos: Tensor
+    sin: Tensor
+    k: Tensor
+    v: Tensor
+
+    def part(self, start: int, stop: int) -> _Rows:
+        if start == 0 and stop == len(self.x):
+            return self
+        return _Rows(*(t[start:stop] for t in self))
 
 
 class DCPGQAAttention(nn.Module):
@@ -120,11 +135,10 @@ class DCPGQAAttention(nn.Module):
         self.o_proj = RowParallelLinear(
             self.heads.num_own * head_dim, hidden_size, bias=o_bias, mesh=mesh
         )
-        self.q_norm: nn.Module | None = (
-            None if qk_norm is None else nn.RMSNorm(head_dim, eps=qk_norm)
-        )
-        self.k_norm: nn.Module | None = (
-            None if qk_norm is None else nn.RMSNorm(head_dim, eps=qk_norm)
+        self.q_norm: nn.Module | None
+        self.k_norm: nn.Module | None
+        self.q_norm, self.k_norm = (
+            None if qk_norm is None else nn.RMSNorm(head_dim, eps=qk_norm) for _ in "qk"
         )
         self.prefill = prefill or PCPPrefillAttention(backend=backend, mesh=mesh)
 
@@ -152,8 +166,9 @@ class DCPGQAAttention(nn.Module):
             Same shape as ``hidden_states``, the same on all TP ranks.
 
         Raises:
-            ConfigError: If the number of rows is not the plan's.
+            ConfigError: If the number of rows is not the plan's, or the cache not the mesh's.
         """
+        require_spread(cache, self.mesh)
         x = hidden_states.reshape(-1, self.hidden_size)
         if x.shape[0] != plan.num_rows:
             raise ConfigError(
@@ -163,33 +178,22 @@ class DCPGQAAttention(nn.Module):
             )
         cos, sin = (t.reshape(-1, t.shape[-1]) for t in position_embeddings)
         k = self._heads(self.k_proj(x), self.k_norm, cos, sin)
-        v = self._split(self.v_proj(x))
+        rows = _Rows(x, cos, sin, k, self._split(self.v_proj(x)))
         decode = plan.num_decode
         outs = []
         if decode:
-            rows = slice(0, decode)
-            outs.append(self._decode(x[rows], cos[rows], sin[rows], k[rows], v[rows], cache, plan))
+            outs.append(self._decode(rows.part(0, decode), cache, plan))
         if plan.prefill is not None:
-            rows = slice(decode, None)
-            outs.append(self._prompt(x[rows], cos[rows], sin[rows], k[rows], v[rows], cache, plan))
+            outs.append(self._prompt(rows.part(decode, plan.num_rows), cache, plan))
         if not outs:  # a step without tokens
             outs = [x.new_zeros(0, self.heads.num_own, self.head_dim)]
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         y: Tensor = self.o_proj(out.flatten(1))
         return y.view(hidden_states.shape)
 
-    def _decode(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: PagedKVCache,
-        plan: StepPlan,
-    ) -> Tensor:
-        cache.write(plan, self.layer_idx, plan.decode_writes, k, v)
-        q = self._heads(self.q_proj(x), self.q_norm, cos, sin)
+    def _decode(self, rows: _Rows, cache: PagedKVCache, plan: StepPlan) -> Tensor:
+        cache.write(plan, self.layer_idx, plan.decode_writes, rows.k, rows.v)
+        q = self._heads(self.q_proj(rows.x), self.q_norm, rows.cos, rows.sin)
         if not isinstance(self.q_proj, TPAQProj):
             q = gather_heads(q, self.mesh)
         partial = attend_cached(
@@ -203,23 +207,14 @@ class DCPGQAAttention(nn.Module):
         )
         return combine(partial, self.mesh, self.combine)
 
-    def _prompt(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        k: Tensor,
-        v: Tensor,
-        cache: PagedKVCache,
-        plan: StepPlan,
-    ) -> Tensor:
+    def _prompt(self, rows: _Rows, cache: PagedKVCache, plan: StepPlan) -> Tensor:
         assert plan.prefill is not None
         project = self.q_proj.own if isinstance(self.q_proj, TPAQProj) else self.q_proj
-        q = self._heads(project(x), self.q_norm, cos, sin)
+        q = self._heads(project(rows.x), self.q_norm, rows.cos, rows.sin)
         result: PrefillResult = self.prefill(
             q,
-            k,
-            v,
+            rows.k,
+            rows.v,
             plan.prefill,
             scale=self.scale,
             softcap=self.softcap,

@@ -22,6 +22,7 @@ from attention_cases import (
 from torch import Tensor, nn
 
 from cplayers.attention import DCPGQAAttention, PCPPrefillAttention
+from cplayers.cache import InterleavedLayout, PagedKVCache
 from cplayers.errors import ConfigError, StateError
 from cplayers.mesh import CPMesh, Topology
 
@@ -278,6 +279,21 @@ def test_an_unknown_prefill_strategy_or_backend_is_refused() -> None:
         PCPPrefillAttention("gather", mesh=CPMesh(Topology()))
     with pytest.raises(ConfigError, match=r'backend="fast": no such backend'):
         PCPPrefillAttention(backend="fast", mesh=CPMesh(Topology()))
+
+
+@pytest.mark.parametrize(("cp_rank", "cp_size", "pcp_size"), [(0, 2, 1), (1, 2, 1), (0, 1, 2)])
+def test_a_cache_spread_over_other_ranks_is_refused(
+    cp_rank: int, cp_size: int, pcp_size: int
+) -> None:
+    layer = DCPGQAAttention(8, 2, 1, 4, layer_idx=0, mesh=CPMesh(Topology()))
+    layout = InterleavedLayout(cp_size, 1, 4)
+    cache = PagedKVCache(layer.cache_spec, layout, 1, 8, cp_rank, pcp_size=pcp_size)
+    cache.add("a")
+    plan = cache.plan([("a", 4)])
+    rows = plan.num_rows
+    with pytest.raises(ConfigError, match=r"cp_size.*would miss keys, or count them twice"):
+        layer(torch.ones(rows, 8), (torch.ones(rows, 4), torch.zeros(rows, 4)), cache, plan)
+    assert not any(plane.any() for plane in cache.view(0, 0, 32))
 
 
 class Fault(RuntimeError):
