@@ -71,6 +71,11 @@ class GatheredLinear(nn.Module):
         return parts.movedim(0, -2).flatten(-2)
 
 
+def is_plain(module: nn.Module | None) -> bool:
+    """Whether ``module`` computes what ``nn.Linear`` does, so that its Parameters are all of it."""
+    return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+
+
 def adopt(
     target: nn.Module, source: nn.Linear, *, dim: int, rows: tuple[int, int], head_dim: int = 1
 ) -> None:

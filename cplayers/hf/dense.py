@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from cplayers.attention.linear import GatheredLinear, RowParallelLinear, adopt
+from cplayers.attention.linear import GatheredLinear, RowParallelLinear, adopt, is_plain
 from cplayers.hf.families import Family
 from cplayers.mesh import CPMesh
 
@@ -41,11 +41,15 @@ def shard_dense(
             continue
         width = mlp.gate_proj.out_features
         reason = _why_not(name, mlp, width, "intermediate size", mesh, filter_fn)
+        if not all(is_plain(x) for x in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
+            reason = "its projections are not plain nn.Linear"
         if not reason:
             _shard_mlp(mlp, mesh)
         result.append(Dense(name, not reason, reason))
     head = model.lm_head
     reason = _why_not("lm_head", head, head.out_features, "vocabulary size", mesh, filter_fn)
+    if not is_plain(head):
+        reason = "it is not a plain nn.Linear"
     if not reason:
         _shard_head(model, mesh)
     return [*result, Dense("lm_head", not reason, reason)]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from cplayers.attention.linear import is_plain
 from cplayers.errors import ConfigError
 from cplayers.mesh import CPMesh
 
@@ -81,10 +82,31 @@ def refuse_length_dependent_rope(config: Any, mesh: CPMesh) -> None:
 
 
 def attention_modules(model: nn.Module, family: Family) -> list[tuple[str, nn.Module]]:
-    """The attention modules of ``model`` by name, in layer order."""
+    """The attention modules of ``model`` by name, in layer order.
+
+    Raises:
+        ConfigError: If a layer has another one, or projections that are not plain ``nn.Linear``.
+    """
     found = [
         (name, module)
         for name, module in model.named_modules()
         if type(module).__name__ == family.attention
     ]
+    layers = cast("Any", model).config.num_hidden_layers
+    if len(found) != layers:
+        raise ConfigError(
+            f"{len(found)} modules of class {family.attention} in {type(model).__name__}",
+            f"each of the {layers} layers has one that can be swapped",
+            "undo changes of the attention class, or build the layers into your own stack "
+            "(examples/custom_stack.py)",
+        )
+    for name, module in found:
+        for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            linear = getattr(module, part, None)
+            if not is_plain(linear):
+                raise ConfigError(
+                    f"{name}.{part} of type {type(linear).__name__}",
+                    "only the Parameters of plain nn.Linear projections are kept",
+                    "merge adapters into the weights, or dequantize the model, before parallelize",
+                )
     return sorted(found, key=lambda item: int(getattr(item[1], "layer_idx")))  # noqa: B009

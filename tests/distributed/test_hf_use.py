@@ -11,6 +11,7 @@ import pytest
 import torch
 from parity import Layout, Tiny
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from cplayers import ConfigError, CPMesh, RankFailedError, Topology
 from cplayers.hf import parallelize
@@ -128,6 +129,53 @@ def test_the_cache_follows_the_dtype_of_the_weights(ranks, layout) -> None:
     for got, text in ranks(4).run(move_weights, layout, ids, n=layout.ranks):
         assert parity.relative_error(got, logits) < 1e-6  # lse is in float32
         assert torch.equal(text, generated)
+
+
+# Models
+
+
+class Doubled(torch.nn.Linear):
+    """Stands for an adapter: its Parameters are not all of it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+class OtherAttention(LlamaAttention):
+    pass
+
+
+@pytest.mark.parametrize("part", ["q_proj", "k_proj", "v_proj", "o_proj", "class"])
+def test_changed_attention_is_refused_before_anything_changes(part: str) -> None:
+    model, ids = TINY.build(), tokens(5)
+    last = model.model.layers[1].self_attn
+    if part == "class":
+        last.__class__, message = OtherAttention, "1 modules of class LlamaAttention"
+    else:
+        getattr(last, part).__class__ = Doubled
+        message = rf"layers\.1\.self_attn\.{part} of type Doubled"
+    with torch.no_grad():
+        before = model(ids).logits
+        with pytest.raises(ConfigError, match=message):
+            LAYOUTS[0].parallelize(model)
+        assert torch.equal(model(ids).logits, before)
+
+
+def doubled_dense(layout: Layout, ids):
+    model = TINY.build()
+    model.model.layers[1].mlp.up_proj.__class__ = Doubled
+    model.lm_head.__class__ = Doubled
+    with torch.no_grad():
+        expected = model(ids).logits
+    model = layout.parallelize(model)
+    kept = [d.name for d in model.cp.dense if not d.sharded and "plain nn.Linear" in d.reason]
+    return kept, parity.relative_error(model(ids).logits, expected.double())
+
+
+def test_changed_dense_layers_stay_whole(ranks) -> None:
+    for kept, error in ranks(4).run(doubled_dense, LAYOUTS[2], tokens(5), n=2):
+        assert kept == ["model.layers.1.mlp", "lm_head"]
+        assert error < 1e-5
 
 
 # Options
