@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -16,9 +17,7 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns:
         `[T, N, H]`, a new tensor.
     """
-    half = x.shape[-1] // 2
-    sin = sin.unsqueeze(1)
+    first, second = x.chunk(2, dim=-1)
     out = x * cos.unsqueeze(1)
-    out[..., :half] -= x[..., half:] * sin[..., :half]
-    out[..., half:] += x[..., :half] * sin[..., half:]
+    out += torch.cat([-second, first], dim=-1) * sin.unsqueeze(1)
     return out
