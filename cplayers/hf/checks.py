@@ -14,8 +14,6 @@ from cplayers.hf.batch import Batch
 from cplayers.hf.cache import CPCache
 from cplayers.mesh import CPMesh
 
-_PLAIN = (bool, int, float, str, list, tuple, type(None))
-
 
 def check_call(
     model: Any, input_ids: Tensor | None, inputs_embeds: Tensor | None, cache: object
@@ -173,8 +171,15 @@ def _content(value: Any) -> bytes:
         flat = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
         return flat.numpy().tobytes() + str(tuple(value.shape)).encode()
     if isinstance(value, GenerationConfig):
-        value = sorted((k, v) for k, v in value.to_dict().items() if isinstance(v, _PLAIN))
-    return repr(value).encode() if isinstance(value, _PLAIN) else b""
+        value = sorted((k, v) for k, v in value.to_dict().items() if _is_plain(v))
+    return repr(value).encode() if _is_plain(value) else b""
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether ``repr`` is the same on all ranks: an object's may hold its address."""
+    if isinstance(value, list | tuple):
+        return all(_is_plain(item) for item in value)
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def share_random_state(mesh: CPMesh, device: torch.device) -> None:

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import time
 
 import parity
 import pytest
 import torch
 from parity import Layout, Tiny
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+)
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 from cplayers import ConfigError, CPMesh, RankFailedError, Topology
@@ -273,6 +282,41 @@ def other_options(layout: Layout, how: str) -> None:
 def test_options_that_differ_between_ranks_are_refused(ranks, how: str) -> None:
     with pytest.raises(ConfigError, match="inputs that differ over pcp"):
         ranks(4).run(other_options, LAYOUTS[1], how, n=2)
+
+
+class Favour(LogitsProcessor):
+    """Alike on all ranks, though every rank has an object of its own."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores + 3.0 * torch.arange(scores.shape[-1]).remainder(7)
+
+    def __repr__(self) -> str:  # by default the address, which may or may not differ
+        return f"Favour of process {os.getpid()}"
+
+
+def process_logits(layout: Layout):
+    model = layout.parallelize(TINY.build())
+    processors = LogitsProcessorList([Favour()])
+    criteria = StoppingCriteriaList([MaxLengthCriteria(9)])
+    out = model.generate(
+        tokens(4), logits_processor=processors, stopping_criteria=criteria, **GREEDY
+    )
+    return out, repr(processors)
+
+
+def test_processors_of_each_rank_are_not_taken_for_other_options(ranks) -> None:
+    plain = TINY.build()
+    expected = plain.generate(
+        tokens(4),
+        logits_processor=LogitsProcessorList([Favour()]),
+        stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(9)]),
+        **GREEDY,
+    )
+    assert not torch.equal(expected, plain.generate(tokens(4), **GREEDY)[:, :9])
+    (first, one), (second, other) = ranks(4).run(process_logits, LAYOUTS[1], n=2)
+    assert one != other
+    assert torch.equal(first, expected)
+    assert torch.equal(second, expected)
 
 
 def test_a_time_limit_is_refused_on_several_ranks(ranks) -> None:
