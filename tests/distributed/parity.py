@@ -1,4 +1,4 @@
-"""Runs on the ranks: a parallelized tiny model against results of transformers' own, made in the parent."""
+"""Parallelized tiny models on the ranks, against results of transformers' own from the parent."""
 
 from __future__ import annotations
 

@@ -302,7 +302,7 @@ def sliding_model():
 
 
 def test_models_that_cannot_be_swapped_are_refused() -> None:
-    with pytest.raises(ConfigError, match="LlamaForCausalLM.*MistralForCausalLM.*Qwen2.*Qwen3"):
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM.*MistralForCausalLM.*Qwen2.*Qwen3"):
         unknown_model()
     with pytest.raises(ConfigError, match="sliding_window=4"):
         sliding_model()

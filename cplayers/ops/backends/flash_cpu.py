@@ -23,8 +23,8 @@ _FLASH: Any = getattr(_OPERATOR, "default", None)
 PAD_KEYS, PAD_DIM = 1024, 128
 """From so many keys and dimensions on, padding 2 or 3 rows to 4 saves more than it costs.
 
-With keys in main memory and one thread, 3 rows of 128 dimensions over 2,048 keys and 8 KV heads take
-3.2 ms as they are and 2.6 ms padded; of 64 dimensions and 3 KV heads 0.35 and 0.48 ms.
+With keys in main memory and one thread, 3 rows of 128 dimensions over 2,048 keys and 8 KV heads
+take 3.2 ms as they are and 2.6 ms padded; of 64 dimensions and 3 KV heads 0.35 and 0.48 ms.
 """
 
 
