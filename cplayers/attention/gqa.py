@@ -25,7 +25,7 @@ Every degree 1 is the plain layer: no collective, no copy.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from cplayers.attention.combine import Combine, combine
 from cplayers.attention.heads import HeadShard, head_shard
 from cplayers.attention.linear import RowParallelLinear, adopt
 from cplayers.attention.prefill import PCPPrefillAttention, PrefillResult
+from cplayers.attention.rows import Rows
 from cplayers.attention.tpa import TPAQProj
 from cplayers.cache import GQASpec, PagedKVCache, StepPlan
 from cplayers.errors import ConfigError
@@ -42,21 +43,6 @@ from cplayers.mesh import CPMesh, validate
 from cplayers.ops import apply_rope, require_backend
 
 QProj = Literal["gather", "tpa"]
-
-
-class _Rows(NamedTuple):
-    """What the layer knows of its rows before attention, each `[T, ...]`."""
-
-    x: Tensor
-    cos: Tensor
-    sin: Tensor
-    k: Tensor
-    v: Tensor
-
-    def part(self, start: int, stop: int) -> _Rows:
-        if start == 0 and stop == len(self.x):
-            return self
-        return _Rows(*(t[start:stop] for t in self))
 
 
 class DCPGQAAttention(nn.Module):
@@ -178,7 +164,7 @@ class DCPGQAAttention(nn.Module):
             )
         cos, sin = (t.reshape(-1, t.shape[-1]) for t in position_embeddings)
         k = self._heads(self.k_proj(x), self.k_norm, cos, sin)
-        rows = _Rows(x, cos, sin, k, self._split(self.v_proj(x)))
+        rows = Rows(x, cos, sin, k, self._split(self.v_proj(x)))
         decode = plan.num_decode
         outs = []
         if decode:
@@ -191,7 +177,7 @@ class DCPGQAAttention(nn.Module):
         y: Tensor = self.o_proj(out.flatten(1))
         return y.view(hidden_states.shape)
 
-    def _decode(self, rows: _Rows, cache: PagedKVCache, plan: StepPlan) -> Tensor:
+    def _decode(self, rows: Rows, cache: PagedKVCache, plan: StepPlan) -> Tensor:
         cache.write(plan, self.layer_idx, plan.decode_writes, rows.k, rows.v)
         q = self._heads(self.q_proj(rows.x), self.q_norm, rows.cos, rows.sin)
         if not isinstance(self.q_proj, TPAQProj):
@@ -207,7 +193,7 @@ class DCPGQAAttention(nn.Module):
         )
         return combine(partial, self.mesh, self.combine)
 
-    def _prompt(self, rows: _Rows, cache: PagedKVCache, plan: StepPlan) -> Tensor:
+    def _prompt(self, rows: Rows, cache: PagedKVCache, plan: StepPlan) -> Tensor:
         assert plan.prefill is not None
         project = self.q_proj.own if isinstance(self.q_proj, TPAQProj) else self.q_proj
         q = self._heads(project(rows.x), self.q_norm, rows.cos, rows.sin)
@@ -283,6 +269,25 @@ class DCPGQAAttention(nn.Module):
         adopt(layer.o_proj, o_proj, dim=1, rows=heads.own, head_dim=head_dim)
         layer.q_norm, layer.k_norm = q_norm, k_norm
         return layer.train(q_proj.training)
+
+    @classmethod
+    def from_hf(
+        cls, module: nn.Module, mesh: CPMesh, *, q_proj: QProj = "gather", **kwargs: Any
+    ) -> Self:
+        """Build the layer from an unsharded attention module of transformers' Llama family.
+
+        Args:
+            module: With q_proj, k_proj, v_proj, o_proj, head_dim, layer_idx, scaling, and q_norm
+                and k_norm where the architecture has them. Its Parameters are kept and cut.
+            mesh: The ranks.
+            q_proj: The layer's ``q_proj`` argument.
+            **kwargs: Further arguments of the constructor.
+        """
+        plain: Any = module
+        names = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "head_dim")
+        known: dict[str, Any] = {name: getattr(plain, name, None) for name in names}
+        known |= {"layer_idx": plain.layer_idx, "scale": plain.scaling}
+        return cls.from_full(mode=q_proj, mesh=mesh, **known, **kwargs)
 
     def extra_repr(self) -> str:
         """What runs, and how it is spread."""

@@ -83,12 +83,15 @@ class CPCache(Cache):
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Drop the last ``abs(tokens_to_remove)`` columns, e.g. rejected draft tokens.
+        """Drop the last ``-tokens_to_remove`` columns, e.g. rejected draft tokens.
+
+        A positive number is the columns to keep, as transformers meant it before 5.24.
 
         Raises:
-            ConfigError: If one of them is padding.
+            ConfigError: If one of the dropped columns is padding.
         """
-        count = abs(tokens_to_remove)
+        given = int(tokens_to_remove)  # older versions pass a tensor
+        count = -given if given <= 0 else max(0, self.columns - given)
         kept = self.columns - count
         if kept < 0 or (self.seen is not None and not self.seen[:, kept:].all()):
             raise ConfigError(

@@ -79,7 +79,8 @@ def check_batch(model: Any, batch: Batch, cached: list[int]) -> None:
                 "a prompt has at least one token that is not padding",
                 "drop the row, or check attention_mask",
             )
-        if limit is not None and past + new > limit:
+        # as transformers does, a running generation is let go on past the limit
+        if limit is not None and past + new > limit and (past == 0 or new > 1):
             raise ConfigError(
                 f"{past + new} tokens in row {row}",
                 f"the model has max_position_embeddings={limit}",
@@ -156,14 +157,14 @@ def check_same_inputs(mesh: CPMesh, **inputs: Any) -> None:
     digest = 0
     for name, value in sorted(inputs.items()):
         digest = zlib.crc32(name.encode() + _content(value), digest)
-    for axis in ("tp", "pcp"):
-        seen = mesh.all_gather(torch.tensor([digest]), axis).flatten().tolist()
-        if len(set(seen)) > 1:
-            raise ConfigError(
-                f"inputs that differ over {axis} (checksums {seen})",
-                "every rank is called with the same inputs and options",
-                "tokenize the same prompt on every rank, or broadcast it from one",
-            )
+    # all ranks see all checksums before any of them judges, so that they judge alike
+    checksums = mesh.all_gather(mesh.all_gather(torch.tensor(digest), "tp"), "pcp")
+    if len(set(checksums.flatten().tolist())) > 1:
+        raise ConfigError(
+            f"inputs that differ between ranks (checksums by pcp and tp: {checksums.tolist()})",
+            "every rank is called with the same inputs and options",
+            "tokenize the same prompt on every rank, or broadcast it from one",
+        )
 
 
 def _content(value: Any) -> bytes:

@@ -76,6 +76,8 @@ class ContextParallelModel:
             started = bool(step.seqs)
             cached = [self.cp.cache.length(seq) for seq in step.seqs]
             check_batch(model, batch, cached if started else [0] * batch.rows)
+            if not started:
+                check_same_inputs(self.cp.mesh, tokens=tokens, mask=attention_mask)
             try:
                 if not started:
                     step.start(batch.rows)

@@ -6,7 +6,7 @@ from typing import Any, TypeVar, cast
 
 from transformers import PreTrainedModel
 
-from cplayers.attention import Combine
+from cplayers.attention import Combine, PCPPrefillAttention
 from cplayers.attention.gqa import QProj
 from cplayers.cache import CacheConfig
 from cplayers.errors import ConfigError
@@ -79,7 +79,12 @@ def parallelize(
     layers: list[Any] = []
     for name, module in attention_modules(model, family):
         layer = HFGQAAttention.from_hf(
-            module, mesh, q_proj=q_proj, combine=combine, prefill=prefill, backend=backend
+            module,
+            mesh,
+            q_proj=q_proj,
+            combine=combine,
+            prefill=PCPPrefillAttention(prefill, backend=backend, mesh=mesh),
+            backend=backend,
         )
         model.set_submodule(name, layer)
         layers.append(layer)

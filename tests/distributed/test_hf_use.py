@@ -280,7 +280,7 @@ def other_options(layout: Layout, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["argument", "passed", "default"])
 def test_options_that_differ_between_ranks_are_refused(ranks, how: str) -> None:
-    with pytest.raises(ConfigError, match="inputs that differ over pcp"):
+    with pytest.raises(ConfigError, match="inputs that differ between ranks"):
         ranks(4).run(other_options, LAYOUTS[1], how, n=2)
 
 
