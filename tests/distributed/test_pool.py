@@ -8,6 +8,9 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from cplayers.errors import ConfigError, StateError
 from cplayers.testing import RankPool, RankPoolError
@@ -173,3 +176,22 @@ def test_sizes_are_checked_and_a_closed_pool_says_so(pool):
         os.kill(pid, 0)
     with pytest.raises(StateError, match="closed"):
         other.run(group_and_pid)
+
+
+def with_dtensor(other_groups: int) -> float:
+    everyone = list(range(dist.get_world_size()))
+    for _ in range(other_groups):  # the group below has another name then
+        dist.new_group(everyone)
+    mesh = DeviceMesh.from_group(dist.new_group(everyone), "cpu")
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(6, 12)
+    x = torch.ones(2, 6)
+    expected = linear(x).sum()
+    style = ColwiseParallel(output_layouts=Replicate())
+    parallelize_module(linear, mesh, style, src_data_rank=None)
+    return float((linear(x).sum() - expected).abs())
+
+
+def test_dtensor_follows_a_change_of_size(pool) -> None:
+    for size, other_groups in ((2, 3), (3, 0), (2, 0)):
+        assert max(pool.run(with_dtensor, other_groups, n=size)) < 1e-5
