@@ -36,7 +36,7 @@ def in_rank(scenario, rank, topology, directory, store_of):
     report = {"began": time.monotonic()}
     try:
         report["value"] = scenario(mesh, directory)
-    except Exception as error:
+    except Exception as error:  # reported whole: each test asserts type, message and root of it
         report |= {
             "type": type(error).__name__,
             "message": str(error),

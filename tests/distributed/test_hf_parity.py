@@ -23,7 +23,8 @@ SAMPLE = 29  # prime to the number of caches and combines, so that all of them a
 def layouts(tiny: Tiny) -> list[Layout]:
     """Every valid degree with both projections and all combines; caches take turns.
 
-    The turns differ between models, so that over all models every degree meets every cache.
+    The turns differ between models, so that over all models every degree that 8 query and 2 KV
+    heads allow meets every cache (asserted below).
     """
     turn = itertools.count(7 * MODELS.index(tiny))
     return [
