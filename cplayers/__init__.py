@@ -4,8 +4,20 @@ Importing this package starts no CUDA context and no process group, and imports 
 (`cplayers.conf`) nor transformers (`cplayers.hf`).
 """
 
-from cplayers.attention import DCPGQAAttention, PCPPrefillAttention, TPAQProj
-from cplayers.cache import CacheConfig, GQASpec, InterleavedLayout, PagedKVCache, ZigzagLayout
+from cplayers.attention import (
+    DCPGQAAttention,
+    DCPMLAAttention,
+    PCPPrefillAttention,
+    TPAQProj,
+)
+from cplayers.cache import (
+    CacheConfig,
+    GQASpec,
+    InterleavedLayout,
+    MLASpec,
+    PagedKVCache,
+    ZigzagLayout,
+)
 from cplayers.errors import (
     CacheFullError,
     ConfigError,
@@ -24,8 +36,10 @@ __all__ = [
     "CacheFullError",
     "ConfigError",
     "DCPGQAAttention",
+    "DCPMLAAttention",
     "GQASpec",
     "InterleavedLayout",
+    "MLASpec",
     "PCPPrefillAttention",
     "PagedKVCache",
     "RankFailedError",

@@ -1,4 +1,4 @@
-"""Attention of decode rows to this rank's shard of the cache: strategy ``gather_q``.
+"""Attention of rows to this rank's shard of the cache: strategy ``gather_q``.
 
 The queries of the group's heads visit the keys: every rank attends with all of them to the keys
 that it holds, and the group combines the partial outputs.
@@ -11,13 +11,16 @@ that it holds, and the group combines the partial outputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from einops import rearrange
 from torch import Tensor
 
-from cplayers.cache import PagedKVCache, StepPlan
+from cplayers.cache import PagedKVCache
+from cplayers.cache.reads import Read
 from cplayers.errors import ConfigError
-from cplayers.mesh import CPMesh
+from cplayers.mesh import CPMesh, Topology
 from cplayers.ops import Partial, attend, empty, merge
 
 
@@ -46,22 +49,37 @@ def gather_heads(q: Tensor, mesh: CPMesh) -> Tensor:
     return rearrange(mesh.all_gather(q, axis), "k t n h -> t (k n) h")
 
 
+def gather_heads_bytes(
+    topology: Topology, *, rows: int, own_heads: int, head_dim: int, itemsize: int
+) -> int:
+    """Bytes that `gather_heads` sends per rank.
+
+    Args:
+        topology: The ranks.
+        rows: T.
+        own_heads: n.
+        head_dim: H.
+        itemsize: Bytes per element.
+    """
+    return (topology.dcp_tp - 1) * rows * own_heads * head_dim * itemsize
+
+
 def attend_cached(
     q: Tensor,
     cache: PagedKVCache,
-    plan: StepPlan,
+    reads: Sequence[Read],
     layer: int,
     *,
     scale: float,
     softcap: float | None = None,
     backend: str = "auto",
 ) -> Partial:
-    """Partial attention of the plan's decode rows to the keys on this rank.
+    """Partial attention of rows to the keys on this rank.
 
     Args:
-        q: The group's heads of the decode rows, `[T, N, H]`.
+        q: The group's heads of the rows, `[T, N, H]`.
         cache: Holds this step's keys already.
-        plan: The step.
+        reads: ``plan.reads()`` for decode rows, ``plan.prefill_reads()`` for prefill rows.
         layer: Layer index in the cache.
         scale: Factor on the logits.
         softcap: Soft cap on the logits, or ``None``.
@@ -70,7 +88,6 @@ def attend_cached(
     Returns:
         out `[T, N, V]`, lse `[T, N]`; (0, -inf) for rows whose keys are all on other ranks.
     """
-    reads = plan.reads()
     rows: list[Partial] = []
     done, i = 0, 0
     while i < len(reads):
@@ -80,7 +97,7 @@ def attend_cached(
         parts = []
         while i < len(reads) and reads[i].row0 == row0:
             read = reads[i]
-            keys, values = cache.view(layer, read.slot, read.length)
+            keys, values = cache.spec.keys_values(cache.view(layer, read.slot, read.length))
             parts.append(
                 attend(
                     q if row0 == 0 and row1 == len(q) else q[row0:row1],
@@ -105,5 +122,4 @@ def attend_cached(
 
 
 def _nothing(q: Tensor, cache: PagedKVCache) -> Partial:
-    value_dim = cache.spec.planes[-1].dim
-    return empty(q.shape[0], q.shape[1], value_dim, dtype=q.dtype, device=q.device)
+    return empty(q.shape[0], q.shape[1], cache.spec.value_dim, dtype=q.dtype, device=q.device)

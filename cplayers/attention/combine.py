@@ -28,7 +28,7 @@ from einops import rearrange
 from torch import Tensor
 
 from cplayers.errors import ConfigError
-from cplayers.mesh import CPMesh
+from cplayers.mesh import CPMesh, Topology
 from cplayers.ops import Partial, merge_stacked, scale_weights, weigh
 
 Combine = Literal["a2a", "ag_rs", "ar"]
@@ -43,6 +43,30 @@ def require_combine(how: str) -> None:
             "partial outputs are combined in one of the known ways",
             f"choose one of {names}",
         )
+
+
+def combine_bytes(
+    how: Combine, topology: Topology, *, rows: int, own_heads: int, value_dim: int, itemsize: int
+) -> int:
+    """Bytes that `combine` sends per rank, as the module's table says.
+
+    Args:
+        how: The way of combining.
+        topology: The ranks.
+        rows: T.
+        own_heads: n.
+        value_dim: V.
+        itemsize: Bytes per element of out, e.
+    """
+    others = topology.dcp - 1
+    heads = own_heads * topology.dcp_tp
+    if how == "a2a":
+        return others * rows * own_heads * (value_dim * itemsize + 4)
+    wide = max(4, itemsize)
+    lse = others * rows * heads * 4
+    if how == "ag_rs":
+        return lse + others * rows * own_heads * value_dim * wide
+    return lse - (-2 * others * rows * heads * value_dim * wide // topology.dcp)
 
 
 def combine(partial: Partial, mesh: CPMesh, how: Combine) -> Tensor:

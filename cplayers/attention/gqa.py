@@ -5,11 +5,13 @@ rank, H head dim, k TP neighbours in a DCP group, p PCP ranks, g = k*p DCP ranks
 
     q, k, v = project(x)                              # q: own n heads, or k*n with TPA
     q, k    = rope(norm(q)), rope(norm(k))
-    prefill rows: out, shards = PCPPrefillAttention(q, k, v);  cache.write(shards)
+    prefill rows: out = PCPPrefillAttention(q, k, v, cache)
     decode rows:  cache.write(k, v)
                   q = gather_heads(q)                 # nothing to do with TPA
                   out = combine(attend_cached(q))     # each rank: the keys it owns
     y = o_proj(out)                                   # all-reduce over tp
+
+Chunks of prompts that follow cached tokens go the way of decode rows where PCP does not split them.
 
 Communication of a decode step per layer, before o_proj:
 
@@ -25,19 +27,23 @@ Every degree 1 is the plain layer: no collective, no copy.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from cplayers.attention.cached import attend_cached, gather_heads, require_spread
+from cplayers.attention.cached import attend_cached, gather_heads
 from cplayers.attention.combine import Combine, combine
-from cplayers.attention.heads import HeadShard, head_shard
+from cplayers.attention.gather_kv import CachedLayer, Planes
+from cplayers.attention.heads import head_shard
+from cplayers.attention.layer import CachedAttention, Rows
 from cplayers.attention.linear import RowParallelLinear, adopt
 from cplayers.attention.prefill import PCPPrefillAttention, PrefillResult
-from cplayers.attention.rows import Rows
 from cplayers.attention.tpa import TPAQProj
-from cplayers.cache import GQASpec, PagedKVCache, StepPlan
+from cplayers.cache import GQASpec
+from cplayers.cache.plan import Prefill, Writes
+from cplayers.cache.reads import Read
 from cplayers.errors import ConfigError
 from cplayers.mesh import CPMesh, validate
 from cplayers.ops import apply_rope, require_backend
@@ -45,7 +51,7 @@ from cplayers.ops import apply_rope, require_backend
 QProj = Literal["gather", "tpa"]
 
 
-class DCPGQAAttention(nn.Module):
+class DCPGQAAttention(CachedAttention):
     """Grouped-query attention under TP, DCP and PCP.
 
     Args:
@@ -103,12 +109,12 @@ class DCPGQAAttention(nn.Module):
         require_backend(backend)
         if head_dim % 2:
             raise ConfigError(f"head_dim={head_dim}", "rope turns pairs", "make it even")
-        self.hidden_size, self.head_dim = hidden_size, head_dim
+        self.hidden_size, self.head_dim, self.value_dim = hidden_size, head_dim, head_dim
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.layer_idx, self.combine, self.backend = layer_idx, combine, backend
         self.scale = head_dim**-0.5 if scale is None else scale
         self.softcap, self.mesh = softcap, mesh
-        self.heads: HeadShard = head_shard(
+        self.heads = head_shard(
             mesh.topology, mesh.rank("tp"), num_heads, num_kv_heads, replicate_q=q_proj == "tpa"
         )
         self.q_proj: nn.Linear | TPAQProj
@@ -133,59 +139,47 @@ class DCPGQAAttention(nn.Module):
         """What this layer stores per token on this rank."""
         return GQASpec(self.heads.num_kv, self.head_dim)
 
-    def forward(
-        self,
-        hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        cache: PagedKVCache,
-        plan: StepPlan,
-    ) -> Tensor:
-        """Attend for this rank's rows of the step.
-
-        Args:
-            hidden_states: `[T, hidden_size]`, or with leading dimensions of size 1.
-            position_embeddings: cos and sin of the rows' positions, `[T, H]` or `[1, T, H]` each.
-            cache: This rank's cache; the step's keys and values are written to it.
-            plan: The step, from ``cache.plan``.
-
-        Returns:
-            Same shape as ``hidden_states``, the same on all TP ranks.
-
-        Raises:
-            ConfigError: If the number of rows is not the plan's, or the cache not the mesh's.
-        """
-        require_spread(cache, self.mesh)
-        x = hidden_states.reshape(-1, self.hidden_size)
-        if x.shape[0] != plan.num_rows:
-            raise ConfigError(
-                f"hidden_states with {x.shape[0]} rows",
-                f"the plan has {plan.num_rows} rows on this rank",
-                "pass the rows plan.tokens of the packed step",
-            )
-        cos, sin = (t.reshape(-1, t.shape[-1]) for t in position_embeddings)
+    def _project(self, x: Tensor, cos: Tensor, sin: Tensor) -> Rows:
         k = self._heads(self.k_proj(x), self.k_norm, cos, sin)
-        rows = Rows(x, cos, sin, k, self._split(self.v_proj(x)))
-        decode = plan.num_decode
-        outs = []
-        if decode:
-            outs.append(self._decode(rows.part(0, decode), cache, plan))
-        if plan.prefill is not None:
-            outs.append(self._prompt(rows.part(decode, plan.num_rows), cache, plan))
-        if not outs:  # a step without tokens
-            outs = [x.new_zeros(0, self.heads.num_own, self.head_dim)]
-        out = outs[0] if len(outs) == 1 else torch.cat(outs)
-        y: Tensor = self.o_proj(out.flatten(1))
-        return y.view(hidden_states.shape)
+        return Rows(x, cos, sin, (k, self._split(self.v_proj(x))))
 
-    def _decode(self, rows: Rows, cache: PagedKVCache, plan: StepPlan) -> Tensor:
-        cache.write(plan, self.layer_idx, plan.decode_writes, rows.k, rows.v)
+    def _decode(self, rows: Rows, layer: CachedLayer) -> Tensor:
+        return self._visit(rows, layer, layer.plan.decode_writes, layer.plan.reads())
+
+    def _prompt(self, rows: Rows, layer: CachedLayer, prefill: Prefill) -> Tensor:
+        if self._chunks_visit(prefill):
+            (writes,) = layer.plan.prefill_writes
+            return self._visit(rows, layer, writes, layer.plan.prefill_reads())
+        project = self.q_proj.own if isinstance(self.q_proj, TPAQProj) else self.q_proj
+        q = self._heads(project(rows.x), self.q_norm, rows.cos, rows.sin)
+        result: PrefillResult = self.prefill(
+            q,
+            *rows.planes,
+            prefill,
+            scale=self.scale,
+            softcap=self.softcap,
+            expand=self._read_by_own,
+            cached=layer,
+        )
+        return result.out
+
+    def _chunks_visit(self, prefill: Prefill) -> bool:
+        """Whether chunks go the way of decode rows: they follow cached tokens and are whole."""
+        whole = self.mesh.size("pcp") == 1 and bool(prefill.context.sources)
+        return whole and self.prefill.strategy == "auto"
+
+    def _visit(
+        self, rows: Rows, layer: CachedLayer, writes: Writes, reads: Sequence[Read]
+    ) -> Tensor:
+        """Strategy ``gather_q``: the group's heads of the rows visit the keys of every rank."""
+        layer.cache.write(layer.plan, self.layer_idx, writes, *rows.planes)
         q = self._heads(self.q_proj(rows.x), self.q_norm, rows.cos, rows.sin)
         if not isinstance(self.q_proj, TPAQProj):
             q = gather_heads(q, self.mesh)
         partial = attend_cached(
             q,
-            cache,
-            plan,
+            layer.cache,
+            reads,
             self.layer_idx,
             scale=self.scale,
             softcap=self.softcap,
@@ -193,22 +187,11 @@ class DCPGQAAttention(nn.Module):
         )
         return combine(partial, self.mesh, self.combine)
 
-    def _prompt(self, rows: Rows, cache: PagedKVCache, plan: StepPlan) -> Tensor:
-        assert plan.prefill is not None
-        project = self.q_proj.own if isinstance(self.q_proj, TPAQProj) else self.q_proj
-        q = self._heads(project(rows.x), self.q_norm, rows.cos, rows.sin)
-        result: PrefillResult = self.prefill(
-            q,
-            rows.k,
-            rows.v,
-            plan.prefill,
-            scale=self.scale,
-            softcap=self.softcap,
-            kv_heads=self.heads.kv_read_by_own(),
-        )
-        for writes, (keys, values) in zip(plan.prefill_writes, result.shards, strict=True):
-            cache.write(plan, self.layer_idx, writes, keys, values)
-        return result.out
+    def _read_by_own(self, planes: Planes) -> tuple[Tensor, Tensor]:
+        """Of this rank's KV heads those that its own query heads read."""
+        keys, values = planes
+        heads = self.heads.kv_read_by_own()
+        return (keys, values) if heads is None else (keys[:, heads], values[:, heads])
 
     def _heads(self, flat: Tensor, norm: nn.Module | None, cos: Tensor, sin: Tensor) -> Tensor:
         """`[T, heads * H]` to `[T, heads, H]`, normed and rotated."""
@@ -291,10 +274,8 @@ class DCPGQAAttention(nn.Module):
 
     def extra_repr(self) -> str:
         """What runs, and how it is spread."""
-        size = self.mesh.size
         return (
             f"heads {self.heads.own[0]}..{self.heads.own[1] - 1} of {self.num_heads}, "
             f"kv {self.heads.kv[0]}..{self.heads.kv[1] - 1} of {self.num_kv_heads}, "
-            f"head_dim={self.head_dim}, layer_idx={self.layer_idx}, combine={self.combine}, "
-            f"backend={self.backend}, tp={size('tp')}, dcp={size('dcp')}, pcp={size('pcp')}"
+            f"head_dim={self.head_dim}, {super().extra_repr()}"
         )

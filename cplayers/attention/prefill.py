@@ -1,36 +1,43 @@
-"""Attention of a prompt to itself, its tokens spread zigzag over PCP.
+"""Attention of prompts, their tokens spread zigzag over PCP: `PCPPrefillAttention`.
 
-A rank holds the queries, keys and values of its own tokens. Strategy ``gather_kv`` for a prompt
-without cached context:
+A rank holds the queries, keys and values of its own new tokens. Under strategy ``gather_kv``
+(`cplayers.attention.gather_kv`) the keys travel: new ones over PCP in one collective, those of the
+cached context over DCP piece by piece through a bounded workspace; every rank finishes its own
+queries, and nothing is combined.
 
-    all-gather (K, V) over PCP, every rank's rows padded to the longest    1 collective a layer
-    for each rank's shard s:  attend(q, K_s, V_s, lo_s, hi_s)              -> Partial
-    merge the shards                                                      -> out of the own queries
+    shards = all-gather (K, V) over PCP                       -> written to the cache
+    partials of the own queries over each shard, and over each piece of the cached context
+    merge                                                     -> out of the own queries
 
-Shards are attended to where they arrive: a zigzag shard is in increasing position, so a causal
-query sees a prefix of it, and partials merge in any order. Nothing is put back in position order.
-
-| axis | operation  | sent per rank, bytes                            |
-|------|------------|-------------------------------------------------|
-| pcp  | all_gather | (p - 1) * width * K * (H + V) * e               |
-
-``width`` is the largest share, at most ``2 * ceil(P / 2p)`` for a prompt of P tokens, and at most
-the sum of that over several prompts. Where 2p divides P there is no padding; for one prompt of
-about 2,000 tokens on up to 8 ranks it is at most 0.8 %.
+Padding: the all-gather over PCP sends ``width`` rows, the largest share: at most
+``2 * ceil(P / 2p)`` for a prompt of P tokens, and at most the sum of that over several. Where 2p
+divides P there is none; for one prompt of about 2,000 tokens on up to 8 ranks it is at most 0.8 %.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from cplayers.attention.gather_kv import (
+    CachedLayer,
+    Expand,
+    Logits,
+    Planes,
+    attend_context,
+    attend_new,
+    gather_new,
+)
 from cplayers.cache.plan import Prefill
 from cplayers.errors import ConfigError
 from cplayers.mesh import CPMesh
-from cplayers.ops import attend, empty, merge, require_backend
+from cplayers.ops import empty, merge, require_backend
 
 STRATEGIES = ("auto", "gather_kv")
+WORKSPACE_TOKENS = 16384
+"""Default of ``workspace_tokens``: 18 MiB of MLA latents (512 + 64) in bf16, gathered at a time."""
 
 
 class PrefillResult(NamedTuple):
@@ -38,99 +45,127 @@ class PrefillResult(NamedTuple):
 
     Attributes:
         out: Attention output of this rank's rows `[T, N, V]`.
-        shards: Keys and values of each PCP rank, `[width, K, H]` and `[width, K, V]`.
+        shards: The new rows of each PCP rank, per rank one `[width, heads, dim]` a plane.
     """
 
     out: Tensor
-    shards: list[tuple[Tensor, Tensor]]
+    shards: list[Planes]
 
 
 class PCPPrefillAttention(nn.Module):
     """Weightless core of prefill under prefill context parallelism.
 
     Args:
-        strategy: ``"gather_kv"``, or ``"auto"`` for the best known one (today the same).
+        strategy: ``"gather_kv"``, or ``"auto"``, with which a layer may let the queries of a chunk
+            visit the cache instead, where they need not travel for it.
+        workspace_tokens: Most cached tokens of all ranks that are gathered at a time.
         backend: See `cplayers.ops.attend`.
         mesh: The ranks.
 
     Raises:
-        ConfigError: On an unknown strategy or backend.
+        ConfigError: On an unknown strategy or backend, or a workspace below 1.
     """
 
-    def __init__(self, strategy: str = "auto", *, backend: str = "auto", mesh: CPMesh) -> None:
+    def __init__(
+        self,
+        strategy: str = "auto",
+        *,
+        workspace_tokens: int = WORKSPACE_TOKENS,
+        backend: str = "auto",
+        mesh: CPMesh,
+    ) -> None:
         super().__init__()
         if strategy not in STRATEGIES:
             raise ConfigError(
                 f"prefill strategy={strategy!r}",
-                "prompts without cached context are prefilled by a known strategy",
+                "prompts are prefilled by a known strategy",
                 f"choose one of {', '.join(STRATEGIES)}",
             )
+        if not isinstance(workspace_tokens, int) or workspace_tokens < 1:
+            raise ConfigError(
+                f"workspace_tokens={workspace_tokens!r}",
+                "at least one cached token is gathered at a time",
+                "pass an int of at least 1",
+            )
         require_backend(backend)
-        self.strategy, self.backend, self.mesh = strategy, backend, mesh
+        self.strategy, self.workspace_tokens = strategy, workspace_tokens
+        self.backend, self.mesh = backend, mesh
 
     def forward(
         self,
         q: Tensor,
         k: Tensor,
-        v: Tensor,
+        v: Tensor | None,
         prefill: Prefill,
         *,
         scale: float,
         softcap: float | None = None,
-        kv_heads: slice | list[int] | None = None,
+        expand: Expand | None = None,
+        cached: CachedLayer | None = None,
     ) -> PrefillResult:
-        """Attend and return the gathered keys and values, which the cache will want.
+        """Attend to the new tokens and, with ``cached``, to the context that they follow.
 
         Args:
             q: Own queries `[T, N, H]`, positions encoded.
-            k: Own keys `[T, K, H]`.
-            v: Own values `[T, K, V]`.
+            k: Own keys `[T, K, H]`, or whatever else ``expand`` takes, such as latents.
+            v: Own values `[T, K, V]`, or ``None`` where ``k`` holds them too.
             prefill: ``plan.prefill``.
             scale: Factor on the logits.
             softcap: Soft cap on the logits, or ``None``.
-            kv_heads: The KV heads that the queries read, where they are not all of K.
-        """
-        shards = self.gather(k, v, prefill)
-        partials = []
-        for (keys, values), shard in zip(shards, prefill.shards, strict=True):
-            if not shard.tiles:
-                continue
-            if kv_heads is not None:
-                keys, values = keys[:, kv_heads], values[:, kv_heads]
-            partials.append(
-                attend(
-                    q,
-                    keys,
-                    values,
-                    shard.lo,
-                    shard.hi,
-                    scale=scale,
-                    softcap=softcap,
-                    backend=self.backend,
-                    tiles=shard.tiles,
-                )
-            )
-        if not partials:  # no rows on this rank
-            partials = [empty(q.shape[0], q.shape[1], v.shape[-1], dtype=q.dtype, device=q.device)]
-        return PrefillResult((partials[0] if len(partials) == 1 else merge(partials)).out, shards)
+            expand: Turns planes, ``(k, v)`` or ``(k,)``, into the keys and values that the queries
+                read; by default they are.
+            cached: The layer of the cache, which the new tokens are written to first.
 
-    def gather(self, k: Tensor, v: Tensor, prefill: Prefill) -> list[tuple[Tensor, Tensor]]:
-        """Every PCP rank's keys and values, `[width, K, H]` views of head-major storage."""
-        if self.mesh.size("pcp") == 1:
-            return [(k, v)]
-        (rows, heads, dim), value_dim = k.shape, v.shape[-1]
-        width, split = prefill.width, prefill.width * heads * dim
-        payload = k.new_zeros(width * heads * (dim + value_dim))
-        payload[:split].view(heads, width, dim)[:, :rows] = k.transpose(0, 1)
-        payload[split:].view(heads, width, value_dim)[:, :rows] = v.transpose(0, 1)
-        return [
-            (
-                piece[:split].view(heads, width, dim).transpose(0, 1),
-                piece[split:].view(heads, width, value_dim).transpose(0, 1),
+        Returns:
+            The output, and the new tokens of all PCP ranks as they arrived.
+
+        Raises:
+            ConfigError: If the rows follow cached tokens and ``cached`` is missing.
+        """
+        if cached is None and prefill.context.sources:
+            raise ConfigError(
+                f"{prefill.context.tokens} cached tokens and no cache",
+                "a chunk of a prompt sees the tokens before it",
+                "pass cached=CachedLayer(cache, plan, layer)",
             )
-            for piece in self.mesh.all_gather(payload, "pcp")
-        ]
+        planes: Planes = (k,) if v is None else (k, v)
+        expand = expand or _as_they_are
+        logits = Logits(scale, softcap, self.backend)
+        shards = gather_new(planes, prefill, self.mesh)
+        partials = list(attend_new(q, shards, prefill, expand, logits))
+        if cached is not None:
+            write_shards(cached, shards)
+            for partial in attend_context(
+                q, cached, prefill.context, expand, logits, self.mesh, self.workspace_tokens
+            ):
+                partials = [merge([*partials, partial])]  # one by one, so that memory is bounded
+        if not partials:  # no rows on this rank
+            _, values = expand([plane[:0] for plane in planes])
+            size = q.shape[0], q.shape[1], values.shape[-1]
+            partials = [empty(*size, dtype=q.dtype, device=q.device)]
+        out = partials[0].out if len(partials) == 1 else merge(partials).out
+        return PrefillResult(out, shards)
 
     def extra_repr(self) -> str:
-        """Strategy, backend and size of the PCP axis."""
-        return f"strategy={self.strategy}, backend={self.backend}, pcp={self.mesh.size('pcp')}"
+        """Strategy, workspace, backend and size of the PCP axis."""
+        return (
+            f"strategy={self.strategy}, workspace_tokens={self.workspace_tokens}, "
+            f"backend={self.backend}, pcp={self.mesh.size('pcp')}"
+        )
+
+
+def write_shards(cached: CachedLayer, shards: Sequence[Planes]) -> None:
+    """Store what this rank owns of the new tokens of all PCP ranks.
+
+    Args:
+        cached: The layer.
+        shards: New rows of each PCP rank.
+    """
+    cache, plan, layer = cached
+    for writes, planes in zip(plan.prefill_writes, shards, strict=True):
+        cache.write(plan, layer, writes, *planes)
+
+
+def _as_they_are(planes: Planes) -> tuple[Tensor, Tensor]:
+    keys, values = planes
+    return keys, values

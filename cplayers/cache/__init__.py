@@ -4,7 +4,14 @@ from cplayers.cache.blocks import BlockPool, PoolStats
 from cplayers.cache.layouts import InterleavedLayout, Layout, ZigzagLayout
 from cplayers.cache.paged import PagedKVCache
 from cplayers.cache.plan import StepPlan
-from cplayers.cache.spec import CacheConfig, CacheSpec, GQASpec, Plane, bytes_per_token
+from cplayers.cache.spec import (
+    CacheConfig,
+    CacheSpec,
+    GQASpec,
+    MLASpec,
+    Plane,
+    bytes_per_token,
+)
 
 __all__ = [
     "BlockPool",
@@ -13,6 +20,7 @@ __all__ = [
     "GQASpec",
     "InterleavedLayout",
     "Layout",
+    "MLASpec",
     "PagedKVCache",
     "Plane",
     "PoolStats",

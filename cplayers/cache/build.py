@@ -12,20 +12,24 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from cplayers.cache.context import Context, Source
 from cplayers.cache.plan import Prefill, RankView, StepPlan, Writes
 from cplayers.cache.tables import Request
 from cplayers.cache.zigzag import PackedZigzag
 
 
-def build_plan(requests: Sequence[Request], view: RankView, version: int) -> StepPlan:
+def build_plan(
+    requests: Sequence[Request], view: RankView, version: int, max_decode_tokens: int
+) -> StepPlan:
     """The plan of one step on one rank, from requests that are the same on all ranks."""
-    decode = [i for i, request in enumerate(requests) if request.cached]
-    order = decode + [i for i, request in enumerate(requests) if not request.cached]
+    decodes = [bool(r.cached) and r.new <= max_decode_tokens for r in requests]
+    decode = [i for i, is_decode in enumerate(decodes) if is_decode]
+    order = decode + [i for i, is_decode in enumerate(decodes) if not is_decode]
     ordered = tuple([requests[i] for i in order])
     starts = [0, *accumulate(request.new for request in requests)]
     num_decode = sum(request.new for request in ordered[: len(decode)])
 
-    # The step's tokens in the order decode, fresh: request, position, place in the packed batch.
+    # The step's tokens in the order decode, prefill: request, position, place in the packed batch.
     new = torch.tensor([request.new for request in ordered], dtype=torch.long)
     row_request, offset = _expand(new, starts[-1])
     cached = torch.tensor([request.cached for request in ordered], dtype=torch.long)
@@ -34,7 +38,7 @@ def build_plan(requests: Sequence[Request], view: RankView, version: int) -> Ste
     slots = _slots(positions, row_request, ordered, view)
     decode_writes = Writes.of(slots[:num_decode], view.device)
 
-    owner, index = torch.zeros_like(tokens), tokens  # of a step without fresh tokens
+    owner, index = torch.zeros_like(tokens), tokens  # of a step without prefill
     prefill: Prefill | None = None
     # one entry per PCP rank: shards are written where they arrive, never put together
     prefill_writes: tuple[Writes, ...] = ()
@@ -43,13 +47,12 @@ def build_plan(requests: Sequence[Request], view: RankView, version: int) -> Ste
             view.pcp_size,
             new[len(decode) :],
             row_request[num_decode:] - len(decode),
-            positions[num_decode:],
+            offset[num_decode:],
         )
         index = torch.empty_like(tokens)
         index[tokens[:num_decode]] = torch.arange(num_decode)
         index[tokens[num_decode:]] = num_decode + zigzag.row
         owner[tokens[num_decode:]] = zigzag.owner
-        prefill = Prefill(zigzag.counts, zigzag.width, zigzag, view.pcp_rank, view.device)
         prefill_slots = zigzag.gathered(slots[num_decode:], fill=-1)
         prefill_writes = tuple(
             Writes.of(piece, view.device) for piece in prefill_slots.chunk(view.pcp_size)
@@ -57,6 +60,8 @@ def build_plan(requests: Sequence[Request], view: RankView, version: int) -> Ste
         slots = torch.cat([slots[:num_decode], prefill_slots])
         rows = torch.cat([torch.arange(num_decode), num_decode + zigzag.piece(view.pcp_rank)])
         row_request, positions, tokens = row_request[rows], positions[rows], tokens[rows]
+        context = _context(ordered, len(decode), row_request, positions[num_decode:], view)
+        prefill = Prefill(zigzag.counts, zigzag.width, context, zigzag, view.pcp_rank, view.device)
     return StepPlan(
         seqs=tuple([request.seq for request in requests]),
         cached=tuple([request.cached for request in requests]),
@@ -73,6 +78,7 @@ def build_plan(requests: Sequence[Request], view: RankView, version: int) -> Ste
         version=version,
         _view=view,
         _requests=ordered,
+        _num_decoding=len(decode),
         _order=tuple(order),
         _positions=positions,
         _row_request=row_request,
@@ -86,6 +92,19 @@ def _expand(counts: Tensor, total: int) -> tuple[Tensor, Tensor]:
         return row, torch.zeros_like(row)
     row = row.repeat_interleave(counts)
     return row, torch.arange(total) - (counts.cumsum(0) - counts)[row]
+
+
+def _context(
+    requests: Sequence[Request], first: int, row_request: Tensor, positions: Tensor, view: RankView
+) -> Context:
+    """The cached tokens of the requests from index ``first`` on, whose rows come last."""
+    counts = row_request.bincount(minlength=len(requests))[first:].tolist()
+    sources, row1 = [], 0
+    for request, rows in zip(requests[first:], counts, strict=True):
+        row0, row1 = row1, row1 + rows
+        if request.cached and request.new:
+            sources.append(Source(request.blocks, request.cached, request.cached, row0, row1))
+    return Context(tuple(sources), view.layout, view.cp_rank, positions, view.device)
 
 
 def _slots(

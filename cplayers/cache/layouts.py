@@ -90,11 +90,14 @@ class InterleavedLayout:
         turn = run * self.cp_size
         return (n // turn) * run + clamp(n % turn - rank * run, run)
 
-    def positions(self, rank: int, length: int) -> Tensor:
+    def position(self, index: Tensor, rank: int | Tensor) -> Tensor:
         """The inverse of ``local_index`` on ``rank``."""
         run = self.interleave_size
-        index = torch.arange(self.count_before(length, rank))
         return (index // run) * (run * self.cp_size) + rank * run + index % run
+
+    def positions(self, rank: int, length: int) -> Tensor:
+        """`position` of every local index on ``rank`` of a sequence of ``length`` tokens."""
+        return self.position(torch.arange(self.count_before(length, rank)), rank)
 
     def blocks(self, length: int) -> int:
         """Virtual blocks that ``length`` tokens need: rank 0 always holds the largest share."""

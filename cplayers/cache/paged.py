@@ -28,6 +28,9 @@ from cplayers.cache.spec import CacheSpec, bytes_per_token
 from cplayers.cache.storage import Storage
 from cplayers.errors import ConfigError, StateError
 
+MAX_DECODE_TOKENS = 16
+"""New tokens up to which a sequence with cached ones decodes: one token, or a draft to verify."""
+
 
 @dataclass
 class _Pending:
@@ -154,17 +157,28 @@ class PagedKVCache:
 
     # Steps
 
-    def plan(self, requests: Sequence[tuple[Hashable, int]]) -> StepPlan:
+    def plan(
+        self,
+        requests: Sequence[tuple[Hashable, int]],
+        *,
+        max_decode_tokens: int = MAX_DECODE_TOKENS,
+    ) -> StepPlan:
         """Decide a step of ``(sequence, new tokens)``; nothing is taken until it is committed.
 
         A later plan, a fork, a cut, or freeing a sequence of the plan makes it stale.
+
+        Args:
+            requests: The sequences in the step, each with its number of new tokens.
+            max_decode_tokens: A sequence with cached tokens and at most so many new ones decodes:
+                its new tokens are computed on every PCP rank, and visit the cached ones. The new
+                tokens of all others are shared out over PCP as prompts are. Alike on all ranks.
 
         Raises:
             ConfigError: On an unknown or repeated sequence or a negative number of tokens.
             CacheFullError: If the pool cannot hold the step; alike on all ranks.
         """
         draft = self._sequences.draft(requests)
-        plan = build_plan(draft.requests, self.view_of_rank, self._version + 1)
+        plan = build_plan(draft.requests, self.view_of_rank, self._version + 1, max_decode_tokens)
         for block in (*draft.overwritten, *draft.trial.taken):
             self.pool.forget(block)
         self._version += 1

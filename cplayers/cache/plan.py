@@ -1,9 +1,10 @@
 """`StepPlan`: all that the layers need to know about one step, built once, passed to every layer.
 
 Rows. A step brings new tokens, packed request after request in the order given to ``plan``. The
-rows of one rank are a part of them: first the *decode* rows (requests with cached context, whole on
-every PCP rank), then the *prefill* rows (requests without cached context, this rank's zigzag
-share). Within either part the requests keep their order. ``tokens`` maps rows to packed tokens.
+rows of one rank are a part of them: first the *decode* rows (requests with cached context and few
+new tokens, whole on every PCP rank), then the *prefill* rows (prompts, and further chunks of
+prompts: this rank's zigzag share of the new tokens). Within either part the requests keep their
+order. ``tokens`` maps rows to packed tokens.
 
 Keys. The K/V rows that a layer holds in a step are the decode rows, followed by the prefill rows of
 every PCP rank after their all-gather, padded to ``prefill.width`` each. ``slot_mapping`` says where
@@ -11,20 +12,23 @@ each of them goes in this rank's cache, -1 where it is another rank's token or p
 
 Reading. A decode row sees the keys ``lo..hi`` of its sequence's local shard, the step's own tokens
 included (`cplayers.ops.spans`). `StepPlan.reads` lists them as runs of consecutive blocks, each a
-zero-copy view of the cache. A prefill row sees new keys only: `Prefill.shards_of` says which of
-each PCP rank's. Both take the layer's sliding window, and are computed once per window and step.
+zero-copy view of the cache. A prefill row sees new keys, `Prefill.shards_of` says which of each PCP
+rank's, and the cached context of its request, `Prefill.context`. All of them take the layer's
+sliding window, and are computed once per window and step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from cplayers.cache.context import Context, Source
 from cplayers.cache.layouts import InterleavedLayout
+from cplayers.cache.reads import Read, build_reads
 from cplayers.cache.tables import Request
 from cplayers.cache.zigzag import PackedZigzag
 from cplayers.ops import Spans, Tile, spans, tile_rows
@@ -81,22 +85,6 @@ class Writes:
 
 
 @dataclass(frozen=True)
-class Read:
-    """Rows ``row0..row1`` against one run of the cache, ``length`` keys from ``slot`` on.
-
-    ``lo``, ``hi`` count from the run's first key; ``tiles`` is their `tile_rows`.
-    """
-
-    row0: int
-    row1: int
-    slot: int
-    length: int
-    lo: Tensor
-    hi: Tensor
-    tiles: tuple[Tile, ...]
-
-
-@dataclass(frozen=True)
 class Shard:
     """This rank's prefill rows against the new keys that one PCP rank contributes."""
 
@@ -107,15 +95,17 @@ class Shard:
 
 @dataclass(frozen=True)
 class Prefill:
-    """The part of a step whose requests have no cached context.
+    """The part of a step that brings prompts, or further chunks of prompts.
 
     Attributes:
         counts: Rows of each PCP rank.
         width: Rows of the largest, to which the others are padded for the all-gather.
+        context: The cached tokens of its requests, which its rows see beside new ones.
     """
 
     counts: tuple[int, ...]
     width: int
+    context: Context
     _zigzag: PackedZigzag = field(repr=False)
     _rank: int = field(repr=False)
     _device: torch.device = field(repr=False)
@@ -152,7 +142,7 @@ class StepPlan:
         tokens: Packed token of each row, int64 `[T]`.
         num_decode: Decode rows.
         slot_mapping: Slot of each K/V row in this rank's cache, or -1.
-        prefill: The new tokens of requests without cached context, ``None`` if there are none.
+        prefill: The new tokens of requests that do not decode, ``None`` if there are none.
         owner: PCP rank that computes each packed token (0 for decode), int64 `[P]`, on the host.
         index: Row of each packed token on its owner, int64 `[P]`, on the host.
         decode_writes: Where the K/V of the decode rows go.
@@ -175,10 +165,13 @@ class StepPlan:
     version: int
     _view: RankView = field(repr=False)
     _requests: tuple[Request, ...] = field(repr=False)  # in the order of _order
+    _num_decoding: int = field(repr=False)  # requests, the first of _requests
     _order: tuple[int, ...] = field(repr=False)
     _positions: Tensor = field(repr=False)  # on the host, as is _row_request
     _row_request: Tensor = field(repr=False)  # index into _requests
-    _reads: dict[int | None, tuple[Read, ...]] = field(repr=False, default_factory=dict)
+    _reads: dict[tuple[int | None, bool], tuple[Read, ...]] = field(
+        repr=False, default_factory=dict
+    )
 
     @property
     def num_rows(self) -> int:
@@ -209,7 +202,7 @@ class StepPlan:
 
     @cached_property
     def is_decode(self) -> Tensor:
-        """Whether a row has cached context, which the first ``num_decode`` have, bool `[T]`."""
+        """Whether a row decodes, which the first ``num_decode`` do, bool `[T]`."""
         return (torch.arange(self.num_rows) < self.num_decode).to(self._view.device)
 
     @cached_property
@@ -231,31 +224,35 @@ class StepPlan:
         layout, rank = self._view.layout, self._view.cp_rank
         return spans(positions, lambda n: layout.count_before(n, rank), window)
 
+    @cached_property
+    def decode_context(self) -> Context:
+        """The keys of the requests that decode, this step's included, which are in the cache."""
+        sources, row1 = [], 0
+        for request in self._requests[: self._num_decoding]:
+            row0, row1 = row1, row1 + request.new
+            if request.new:
+                length = request.cached + request.new
+                sources.append(Source(request.blocks, length, request.cached, row0, row1))
+        view, positions = self._view, self._positions[: self.num_decode]
+        return Context(tuple(sources), view.layout, view.cp_rank, positions, view.device)
+
     def reads(self, window: int | None = None) -> tuple[Read, ...]:
         """Decode rows against the runs of their sequences' shards, runs out of reach left out."""
-        if window not in self._reads:
-            self._reads[window] = tuple(self._build_reads(window))
-        return self._reads[window]
+        return self._some_reads(window, decode=True)
 
-    def _build_reads(self, window: int | None) -> Iterator[Read]:
-        lo, hi = self._spans(self._positions[: self.num_decode], window)
-        first, last = lo.tolist(), hi.tolist()
-        device, size, row1 = self._view.device, self._view.layout.block_size, 0
-        for request in self._requests:
-            row0, row1 = row1, row1 + request.new
-            if row1 > self.num_decode or row0 == row1:
-                continue
-            held = last[row1 - 1]  # the last row sees every key of the shard
-            start = 0
-            for block, blocks in request.blocks.runs(-(-held // size)):
-                length = min(blocks * size, held - start)
-                if first[row0] < start + length:
-                    run_lo, run_hi = lo[row0:row1], hi[row0:row1]
-                    if length < held:
-                        run_lo = (run_lo - start).clamp(0, length)
-                        run_hi = (run_hi - start).clamp(0, length)
-                    tiles = tile_rows(run_lo, run_hi)
-                    if tiles:
-                        run_lo, run_hi = run_lo.to(device), run_hi.to(device)
-                        yield Read(row0, row1, block * size, length, run_lo, run_hi, tiles)
-                start += length
+    def prefill_reads(self, window: int | None = None) -> tuple[Read, ...]:
+        """The same of prefill rows, counted from their first one, where PCP does not split them.
+
+        They see the step's own keys in the cache, which are to be written before.
+        """
+        return self._some_reads(window, decode=False)
+
+    def _some_reads(self, window: int | None, *, decode: bool) -> tuple[Read, ...]:
+        if (window, decode) not in self._reads:
+            split, rows = self._num_decoding, self.num_decode
+            requests = self._requests[:split] if decode else self._requests[split:]
+            positions = self._positions[:rows] if decode else self._positions[rows:]
+            spans = self._spans(positions, window)
+            size, device = self._view.layout.block_size, self._view.device
+            self._reads[window, decode] = tuple(build_reads(requests, spans, size, device))
+        return self._reads[window, decode]

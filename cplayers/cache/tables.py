@@ -8,7 +8,7 @@ Hence a view stays true for as long as anybody holds it.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Hashable, Iterable
 from itertools import pairwise
 from typing import NamedTuple
@@ -55,12 +55,14 @@ class TableView(NamedTuple):
         """Block ids from index ``first`` on."""
         return [*self.table.ids[first : self.keep], *self.tail[max(0, first - self.keep) :]]
 
-    def runs(self, count: int) -> list[tuple[int, int]]:
-        """The first ``count`` blocks as runs of consecutive ids: (first id, number of blocks)."""
+    def runs(self, count: int, first: int = 0) -> list[tuple[int, int]]:
+        """Blocks ``first..count - 1`` as runs of consecutive ids: (first id, number of blocks)."""
         ids, starts, stop = self.table.ids, self.table.starts, min(self.keep, count)
-        edges = [*starts[: bisect_left(starts, stop)], stop]
-        runs = [(ids[start], end - start) for start, end in pairwise(edges)]
-        for block in self.tail[: max(0, count - self.keep)]:
+        runs: list[tuple[int, int]] = []
+        if first < stop:
+            inner = starts[bisect_right(starts, first) : bisect_left(starts, stop)]
+            runs = [(ids[start], end - start) for start, end in pairwise([first, *inner, stop])]
+        for block in self.tail[max(0, first - self.keep) : max(0, count - self.keep)]:
             if runs and block == sum(runs[-1]):
                 runs[-1] = runs[-1][0], runs[-1][1] + 1
             else:

@@ -25,6 +25,14 @@ class Step:
     block: int
     lengths: tuple[tuple[int, int], ...]
     seed: int
+    most: int = 16  # new tokens of a sequence that decodes
+
+    def plan(self, cache: PagedKVCache) -> StepPlan:
+        return cache.plan(self.requests, max_decode_tokens=self.most)
+
+    def decodes(self, seq: int) -> bool:
+        cached, new = self.lengths[seq]
+        return cached > 0 and new <= self.most
 
     def caches(self) -> list[list[PagedKVCache]]:
         """By cp rank, then by pcp rank; the cached tokens are there, in scattered blocks."""
@@ -88,12 +96,15 @@ STEPS = st.builds(
     block=SMALL,
     lengths=st.lists(LENGTHS, min_size=1, max_size=5).map(tuple),
     seed=st.integers(0, 999),
+    most=st.integers(0, 30),
 )
 MIXED = Step(2, 1, 1, 4, ((5, 1), (6, 1), (0, 7)), 0)
 EMPTY_BETWEEN = Step(2, 2, 2, 2, ((0, 2), (0, 0), (3, 0), (0, 2)), 0)
 NO_DIVISOR = Step(4, 4, 3, 4, ((0, 7), (0, 7), (0, 18)), 0)
 SHORT_PROMPTS = Step(4, 4, 1, 2, ((0, 1), (0, 2), (0, 3), (0, 30)), 0)
 SCATTERED = Step(2, 1, 5, 1, ((40, 4), (33, 1), (0, 3)), 7)
+CHUNKS = Step(2, 2, 3, 4, ((40, 7), (33, 1), (0, 3), (5, 20), (8, 2)), 3, 2)
+WHOLE_CHUNKS = Step(2, 1, 3, 4, ((40, 7), (33, 1), (0, 3), (5, 20), (8, 2)), 3, 2)
 
 
 def spans_of(tiles: tuple[Tile, ...], lo: Tensor, hi: Tensor) -> list[tuple[int, int]]:
@@ -120,10 +131,11 @@ def rows_of(plan: StepPlan, packed: list[tuple[int, int]]) -> list[tuple[int, in
 @example(EMPTY_BETWEEN)
 @example(NO_DIVISOR)
 @example(SHORT_PROMPTS)
+@example(CHUNKS)
 def test_the_rows_of_the_ranks_are_each_token_once(step: Step) -> None:
     packed = step.packed
-    plans = [cache.plan(step.requests) for cache in step.caches()[0]]
-    decode = [t for t, (seq, _) in enumerate(packed) if step.lengths[seq][0]]
+    plans = [step.plan(cache) for cache in step.caches()[0]]
+    decode = [t for t, (seq, _) in enumerate(packed) if step.decodes(seq)]
     shares = []
     for plan in plans:
         tokens = plan.tokens.tolist()
@@ -156,9 +168,10 @@ def test_the_rows_of_the_ranks_are_each_token_once(step: Step) -> None:
 @example(EMPTY_BETWEEN, None)
 @example(NO_DIVISOR, 4)
 @example(SHORT_PROMPTS, None)
-def test_prefill_rows_see_exactly_their_causal_keys(step: Step, window: int | None) -> None:
+@example(CHUNKS, 3)
+def test_prefill_rows_see_exactly_their_causal_new_keys(step: Step, window: int | None) -> None:
     packed = step.packed
-    plans = [cache.plan(step.requests) for cache in step.caches()[0]]
+    plans = [step.plan(cache) for cache in step.caches()[0]]
     pieces = [rows_of(plan, packed)[plan.num_decode :] for plan in plans]
     for plan, own in zip(plans, pieces, strict=True):
         if plan.prefill is None:
@@ -186,12 +199,13 @@ def test_prefill_rows_see_exactly_their_causal_keys(step: Step, window: int | No
 @example(EMPTY_BETWEEN)
 @example(SHORT_PROMPTS)
 @example(SCATTERED)
+@example(CHUNKS)
 def test_each_token_is_written_once_and_where_its_position_says(step: Step) -> None:
     packed = step.packed
     caches = step.caches()
     written: dict[tuple[int, int], int] = {}
     for cp, row in enumerate(caches):
-        plans = [cache.plan(step.requests) for cache in row]
+        plans = [step.plan(cache) for cache in row]
         keys: list[tuple[int, int] | None] = [*rows_of(plans[0], packed)[: plans[0].num_decode]]
         for plan in plans:
             if plan.prefill is not None:
@@ -235,28 +249,34 @@ def test_each_token_is_written_once_and_where_its_position_says(step: Step) -> N
 @example(MIXED, None)
 @example(SCATTERED, None)
 @example(SCATTERED, 6)
+@example(WHOLE_CHUNKS, None)
+@example(WHOLE_CHUNKS, 6)
 def test_reads_are_the_causal_keys_in_any_block_table(step: Step, window: int | None) -> None:
     packed = step.packed
     for cp, row in enumerate(step.caches()):
         cache = row[-1]
-        plan = cache.plan(step.requests)
+        plan = step.plan(cache)
         cache.commit(plan)
         rows = rows_of(plan, packed)
         seen: list[list[int]] = [[] for _ in rows]
-        for read in plan.reads(window):
+        offset = plan.num_decode
+        reads = [(read, 0) for read in plan.reads(window)]
+        if step.pcp_size == 1:
+            reads += [(read, offset) for read in plan.prefill_reads(window)]
+        for read, row0 in reads:
             assert read.tiles
             assert int(read.hi.max()) <= read.length
             spans = spans_of(read.tiles, read.lo, read.hi)
             for i, (lo, hi) in enumerate(zip(read.lo.tolist(), read.hi.tolist(), strict=True)):
                 slots = range(read.slot, read.slot + read.length)
                 assert slots[lo:hi] == slots[spans[i][0] : spans[i][1]]
-                seen[read.row0 + i] += slots[lo:hi]
+                seen[row0 + read.row0 + i] += slots[lo:hi]
         assert plan.reads(window) is plan.reads(window)
         for i, (seq, position) in enumerate(rows):
             first = 0 if window is None else max(0, position - window + 1)
             slots = [step.slot(cache.block_table(seq), p, cp) for p in range(first, position + 1)]
             own = [slot for slot in slots if slot is not None]
-            assert seen[i] == (own if i < plan.num_decode else [])
+            assert seen[i] == (own if i < offset or step.pcp_size == 1 else [])
             if window is None:
                 assert (int(plan.spans.lo[i]), int(plan.spans.hi[i])) == (0, len(own))
 

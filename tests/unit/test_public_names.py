@@ -21,9 +21,9 @@ MAX_LINES, MAX_KERNEL_LINES = 300, 400
 
 PUBLIC = {
     "cplayers": """
-        CPLayersError CPMesh CacheConfig CacheFullError ConfigError DCPGQAAttention GQASpec
-        InterleavedLayout PCPPrefillAttention PagedKVCache RankFailedError StateError TPAQProj
-        Topology ZigzagLayout
+        CPLayersError CPMesh CacheConfig CacheFullError ConfigError DCPGQAAttention
+        DCPMLAAttention GQASpec InterleavedLayout MLASpec PCPPrefillAttention PagedKVCache
+        RankFailedError StateError TPAQProj Topology ZigzagLayout
     """,
     "cplayers.mesh": """
         AXES CPMesh Coords Topology TrafficLog TrafficRecord legal_dcp validate
@@ -33,12 +33,12 @@ PUBLIC = {
         merge merge_stacked require_backend scale_weights select spans tile_rows weigh
     """,
     "cplayers.cache": """
-        BlockPool CacheConfig CacheSpec GQASpec InterleavedLayout Layout PagedKVCache Plane
-        PoolStats StepPlan ZigzagLayout bytes_per_token
+        BlockPool CacheConfig CacheSpec GQASpec InterleavedLayout Layout MLASpec PagedKVCache
+        Plane PoolStats StepPlan ZigzagLayout bytes_per_token
     """,
     "cplayers.attention": """
-        Combine DCPGQAAttention GatheredLinear HeadShard PCPPrefillAttention PrefillResult
-        RowParallelLinear TPAQProj attend_cached combine gather_heads gather_rows head_shard
+        CachedLayer Combine DCPGQAAttention DCPMLAAttention Decode GatheredLinear HeadShard
+        PCPPrefillAttention PrefillResult RowParallelLinear TPAQProj attend_cached combine gather_heads gather_rows head_shard
         take_rows
     """,
     "cplayers.hf": "CPCache CPState ContextParallelModel parallelize",
@@ -46,7 +46,7 @@ PUBLIC = {
     "cplayers.testing": "BackendError RankPool RankPoolError check_backend",
     "cplayers.viz": "placement_svg",
 }
-PLAIN_VALUES = {"AXES", "Combine"}  # a tuple and a Literal, which cannot carry a docstring
+PLAIN_VALUES = {"AXES", "Combine", "Decode"}  # a tuple and Literals, which cannot carry a docstring
 ROOMS = sorted(f"cplayers.{m.name}" for m in pkgutil.iter_modules([str(PACKAGE)]) if m.ispkg)
 
 

@@ -1,0 +1,299 @@
+"""`DCPMLAAttention`: multi-head latent attention over a cache that is spread over ranks.
+
+The cache holds one row per token for all heads, so tensor parallelism keeps a copy of it on every
+rank; decode context parallelism spreads it.
+
+Legend: T rows of this rank, N query heads of the model, n = N / tp own heads, L latent rank,
+R rotary, P other dimensions of a head, V its values, k TP neighbours in a DCP group, p PCP ranks,
+g = k*p DCP ranks, e bytes a value.
+
+    kv     = (norm(latent), rope(k_pe))  of kv_a_proj(x)      # [T, L + R], alike on all TP ranks
+    q      = (nope, rope(pe))  of q_proj(x), or q_b_proj(norm(q_a_proj(x)))
+    decode rows:  cache.write(kv)
+      gather_q     q = gather_heads((nope W_UK, pe))          # into the latent: L + R wide
+                   out = W_UV combine(attend_cached(q))
+      replicate_q  the group's heads are projected here: nothing is gathered
+                   out = combine(W_UV attend_cached(q))       # L-wide results never travel
+      gather_kv    out = W_UV attend(q, latents of all ranks, piece by piece)
+    prefill rows: new latents gathered over PCP, written; cached ones over DCP piece by piece
+                  each expanded to keys and values, or q absorbed where its rows are few; merged
+    y = o_proj(out)                                           # all-reduce over tp
+
+Communication of a decode step per layer, before o_proj (p = 1: g = k):
+
+| decode      | combine | calls | sent per rank, bytes                                        |
+|-------------|---------|-------|-------------------------------------------------------------|
+| gather_q    | a2a     | 2     | (k-1) * T*n*(L+R)*e + (g-1) * T*n*(L*e + 4)                 |
+| gather_q    | ag_rs   | 3     | (k-1) * T*n*(L+R)*e + (g-1) * T*(kn*4 + n*L*4)              |
+| gather_q    | ar      | 3     | (k-1) * T*n*(L+R)*e + (g-1) * T*kn*4 + 2*(g-1)/g * T*kn*L*4 |
+| replicate_q | a2a     | 1     | (g-1) * T*n*(V*e + 4)                                       |
+| replicate_q | ag_rs   | 2     | (g-1) * T*(kn*4 + n*V*4)                                    |
+| gather_kv   |         | 1 per piece | (g-1) * (largest share of the keys) * (L+R)*e         |
+
+One token of DeepSeek-R1 (N 128, L 512, R 64, bf16) at tp = dcp = 8: gather_q sends 129 KB of
+queries and 115 KB of results, gather_kv over 131,072 tokens 132 MB. Every degree 1 sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, Self, get_args
+
+import torch
+from torch import Tensor, nn
+
+from cplayers.attention.cached import attend_cached, gather_heads, gather_heads_bytes
+from cplayers.attention.combine import Combine, combine, combine_bytes
+from cplayers.attention.gather_kv import CachedLayer, Expand, Logits, attend_context
+from cplayers.attention.layer import Rows
+from cplayers.attention.mla_projections import MLAProjections
+from cplayers.attention.prefill import PCPPrefillAttention
+from cplayers.cache import StepPlan
+from cplayers.cache.plan import Prefill
+from cplayers.errors import ConfigError
+from cplayers.mesh import CPMesh, validate
+from cplayers.ops import Partial, merge, require_backend, yarn_mscale
+
+Decode = Literal["gather_q", "replicate_q", "gather_kv", "auto"]
+
+
+class OwnForm(NamedTuple):
+    """Attention of own heads in the cheaper form, see `cplayers.attention.latent`.
+
+    Attributes:
+        q: `[T, n, P + R]` or `[T, n, L + R]`.
+        expand: What turns stored rows into the keys and values that ``q`` reads.
+        finish: What turns the output into values `[T, n, V]`.
+    """
+
+    q: Tensor
+    expand: Expand
+    finish: Callable[[Tensor], Tensor]
+
+
+class DCPMLAAttention(MLAProjections):
+    """Multi-head latent attention under TP, DCP and PCP.
+
+    Submodules have the names of transformers' DeepSeek layers. This rank has its own heads of
+    ``q_proj`` (or ``q_b_proj``), ``kv_b_proj`` and ``o_proj``; with ``replicate_q`` it has those of
+    its DCP group of the first two.
+
+    Args:
+        hidden_size: Model width.
+        num_heads: Query heads of the model (N).
+        q_lora_rank: Rank of the query's own latent; ``None`` projects queries directly.
+        kv_lora_rank: Rank of the latent that is cached (L).
+        qk_nope_head_dim: Dimensions of a head's query and key without position (P).
+        qk_rope_head_dim: Rotary dimensions (R), even.
+        v_head_dim: Dimension of a head's values (V).
+        layer_idx: Layer index in the cache.
+        decode: What travels when decoding, see the module's table: ``"gather_q"``,
+            ``"replicate_q"``, ``"gather_kv"``, or ``"auto"``, which takes gather_q or gather_kv
+            per step, whichever sends fewer bytes.
+        combine: How partial outputs are combined, see `cplayers.attention.combine`.
+        prefill: Core for prompts; its ``workspace_tokens`` also bound the pieces of gather_kv.
+        backend: Local attention backend, see `cplayers.ops.attend`.
+        softcap: Soft cap on the logits, or ``None``.
+        scale: Factor on the logits; by default ``(P + R) ** -0.5``, times the square of
+            ``yarn_mscale(yarn_factor, yarn_mscale_all_dim)``.
+        yarn_factor: YaRN's scaling factor of the context; 1 without YaRN.
+        yarn_mscale_all_dim: DeepSeek's ``mscale_all_dim``; 0 leaves the scale as it is.
+        rope_interleave: Whether rotary pairs are neighbours, as DeepSeek stores them; otherwise
+            they are half the rotary dimensions apart.
+        norm_eps: Epsilon of the RMS norms of the latents.
+        bias: Bias on q_a_proj, kv_a_proj_with_mqa and o_proj.
+        mesh: The ranks.
+
+    Raises:
+        ConfigError: If the heads cannot be laid out on the mesh, or R is odd; on unknown choices.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        *,
+        layer_idx: int,
+        decode: Decode = "gather_q",
+        combine: Combine = "a2a",
+        prefill: PCPPrefillAttention | None = None,
+        backend: str = "auto",
+        softcap: float | None = None,
+        scale: float | None = None,
+        yarn_factor: float = 1.0,
+        yarn_mscale_all_dim: float = 0.0,
+        rope_interleave: bool = True,
+        norm_eps: float = 1e-6,
+        bias: bool = False,
+        mesh: CPMesh,
+    ) -> None:
+        validate(
+            mesh.topology,
+            num_heads=num_heads,
+            num_kv_heads=None,
+            block_size=1,
+            interleave_size=1,
+            combine=combine,
+        )
+        require_backend(backend)
+        require_decode(decode)
+        if qk_rope_head_dim % 2:
+            raise ConfigError(
+                f"qk_rope_head_dim={qk_rope_head_dim}", "rope turns pairs", "make it even"
+            )
+        super().__init__(
+            hidden_size,
+            num_heads,
+            q_lora_rank,
+            kv_lora_rank,
+            qk_nope_head_dim,
+            qk_rope_head_dim,
+            v_head_dim,
+            replicate=decode == "replicate_q",
+            rope_interleave=rope_interleave,
+            norm_eps=norm_eps,
+            bias=bias,
+            mesh=mesh,
+        )
+        self.layer_idx, self.decode, self.combine = layer_idx, decode, combine
+        self.backend, self.softcap = backend, softcap
+        if scale is None:
+            scale = (self.nope_dim + self.rope_dim) ** -0.5
+            scale *= yarn_mscale(yarn_factor, yarn_mscale_all_dim) ** 2
+        self.scale = scale
+        self.prefill = prefill or PCPPrefillAttention(backend=backend, mesh=mesh)
+
+    def decode_strategy(self, plan: StepPlan) -> str:
+        """How a step's decode rows are attended to; ``"auto"`` resolved.
+
+        Args:
+            plan: The step.
+
+        Returns:
+            The same on all ranks, as it depends on what is alike on all of them.
+        """
+        if self.decode != "auto":
+            return self.decode
+        queries, keys = self.decode_bytes(plan)
+        return "gather_kv" if keys < queries else "gather_q"
+
+    def decode_bytes(self, plan: StepPlan) -> tuple[int, int]:
+        """What gather_q and gather_kv would send per rank for a step's decode rows, in bytes.
+
+        Args:
+            plan: The step.
+        """
+        topology, itemsize = self.mesh.topology, self.o_proj.weight.dtype.itemsize
+        rows, own, wide = plan.num_decode, self.heads.num_own, self.kv_lora_rank + self.rope_dim
+        queries = gather_heads_bytes(
+            topology, rows=rows, own_heads=own, head_dim=wide, itemsize=itemsize
+        ) + combine_bytes(
+            self.combine,
+            topology,
+            rows=rows,
+            own_heads=own,
+            value_dim=self.kv_lora_rank,
+            itemsize=itemsize,
+        )
+        return queries, (topology.dcp - 1) * plan.decode_context.width * wide * itemsize
+
+    def _decode(self, rows: Rows, layer: CachedLayer) -> Tensor:
+        cache, plan, index = layer
+        cache.write(plan, index, plan.decode_writes, *rows.planes)
+        strategy = self.decode_strategy(plan)
+        if strategy == "gather_kv":
+            return self._gather_kv(rows, layer)
+        up = self._up(own=strategy == "gather_q")
+        q = up.absorb(*self._queries(rows, own=strategy == "gather_q"))
+        if strategy == "gather_q":
+            q = gather_heads(q, self.mesh)
+        out, lse = attend_cached(
+            q,
+            cache,
+            plan.reads(),
+            index,
+            scale=self.scale,
+            softcap=self.softcap,
+            backend=self.backend,
+        )
+        if strategy == "gather_q":
+            return up.values(combine(Partial(out, lse), self.mesh, self.combine))
+        return combine(Partial(up.values(out), lse), self.mesh, self.combine)
+
+    def _gather_kv(self, rows: Rows, layer: CachedLayer) -> Tensor:
+        form = self._own_form(rows)
+        partials: list[Partial] = []
+        for partial in attend_context(
+            form.q,
+            layer,
+            layer.plan.decode_context,
+            form.expand,
+            Logits(self.scale, self.softcap, self.backend),
+            self.mesh,
+            self.prefill.workspace_tokens,
+        ):
+            partials = [merge([*partials, partial])]
+        return form.finish(partials[0].out)  # a row that decodes sees itself: there is one
+
+    def _prompt(self, rows: Rows, layer: CachedLayer, prefill: Prefill) -> Tensor:
+        form = self._own_form(rows)
+        result = self.prefill(
+            form.q,
+            *rows.planes,
+            None,
+            prefill,
+            scale=self.scale,
+            softcap=self.softcap,
+            expand=form.expand,
+            cached=layer,
+        )
+        return form.finish(result.out)
+
+    def _own_form(self, rows: Rows) -> OwnForm:
+        """The cheaper form for these rows; the choice is this rank's own, both are exact."""
+        up, (nope, rope) = self._up(own=True), self._queries(rows, own=True)
+        if up.absorbs(len(rows.x)):
+            return OwnForm(up.absorb(nope, rope), self.cache_spec.keys_values, up.values)
+        return OwnForm(torch.cat([nope, rope], dim=-1), up.expand, lambda out: out)
+
+    @classmethod
+    def from_hf(cls, module: nn.Module, mesh: CPMesh, **kwargs: Any) -> Self:
+        """Build the layer from an unsharded attention module of transformers' DeepSeek family.
+
+        Args:
+            module: With the projections and norms of `from_full`, qk_nope_head_dim,
+                qk_rope_head_dim, layer_idx, scaling and config. Its Parameters are kept and cut.
+            mesh: The ranks.
+            **kwargs: Further arguments of the constructor (``decode``, ``combine``, ...).
+        """
+        plain: Any = module
+        names = [
+            *("q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa"),
+            *("kv_a_layernorm", "kv_b_proj", "o_proj", "qk_nope_head_dim", "qk_rope_head_dim"),
+        ]
+        known: dict[str, Any] = {name: getattr(plain, name, None) for name in names}
+        known |= {"layer_idx": plain.layer_idx, "scale": plain.scaling}
+        known["rope_interleave"] = getattr(plain.config, "rope_interleave", True)
+        return cls.from_full(mesh=mesh, **known, **kwargs)
+
+    def extra_repr(self) -> str:
+        """What runs, and how it is spread."""
+        return (
+            f"heads {self.heads.own[0]}..{self.heads.own[1] - 1} of {self.num_heads}, "
+            f"latent {self.kv_lora_rank} + {self.rope_dim}, decode={self.decode}, "
+            f"{super().extra_repr()}"
+        )
+
+
+def require_decode(decode: str) -> None:
+    """Raise ConfigError unless ``decode`` names a way of decoding."""
+    if decode not in get_args(Decode):
+        names = ", ".join(get_args(Decode))
+        raise ConfigError(
+            f"decode={decode!r}", "rows are decoded in a known way", f"choose one of {names}"
+        )

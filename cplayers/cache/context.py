@@ -1,0 +1,186 @@
+"""Cached keys that travel to the queries, in pieces of bounded size: strategy ``gather_kv``.
+
+    share of rank r   its tokens of a request, by local index 0, 1, 2, ...
+    piece             local indices [a, b) of one or more requests, the same numbers on every rank
+    gathered          [N * width] rows: what each rank has of the piece, padded to the width
+    order             the real rows among them, request after request, in increasing position
+
+A piece is cut from local indices and not from positions. So it has ``b - a`` rows of every rank
+until a rank's share ends, whatever the interleave and the block size, and needs no alignment: all
+that is ever padded is the end of a share, less than one interleave run of each rank and request.
+
+Worked example: N = 2, interleave 1, context 13, workspace of 8 tokens, hence 4 rows a rank. Rank 0
+holds 7 tokens and rank 1 holds 6. Piece 1 is the indices 0..3 of both, positions 0..7; piece 2 the
+indices 4..6: 3 rows of rank 0 and 2 of rank 1, positions 8..12.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cplayers.cache.layouts import InterleavedLayout
+from cplayers.cache.tables import TableView
+from cplayers.ops import Tile, tile_rows
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of the cached keys of some requests, and what this rank's rows see of it.
+
+    N ranks, S keys, T rows.
+
+    Attributes:
+        width: Rows that every rank sends, padding included.
+        reads: This rank's part: ``(slot, length, first row)``.
+        order: Index of each key in the gathered rows `[N * width]`, int64 `[S]`.
+        lo: First key that each row sees, int64 `[T]`.
+        hi: One past the last one.
+        tiles: `tile_rows` of lo and hi.
+    """
+
+    width: int
+    reads: tuple[tuple[int, int, int], ...]
+    order: Tensor
+    lo: Tensor
+    hi: Tensor
+    tiles: tuple[Tile, ...]
+
+
+class Source(NamedTuple):
+    """A request whose keys are gathered.
+
+    Attributes:
+        blocks: Its blocks.
+        length: Its keys, all ranks together.
+        first: Position of its first new token, the lowest that any rank's rows have.
+        row0: Its first row on this rank, counted among the rows that attend.
+        row1: One past the last.
+    """
+
+    blocks: TableView
+    length: int
+    first: int
+    row0: int
+    row1: int
+
+
+class Cut(NamedTuple):
+    """Local indices ``start..stop`` of a source."""
+
+    source: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Context:
+    """The keys in the cache of several requests, and this rank's rows of these requests.
+
+    Attributes:
+        sources: The requests.
+    """
+
+    sources: tuple[Source, ...]
+    _layout: InterleavedLayout = field(repr=False)
+    _rank: int = field(repr=False)
+    _positions: Tensor = field(repr=False)  # of the rows, on the host
+    _device: torch.device = field(repr=False)
+    _pieces: dict[tuple[int, int | None], tuple[Piece, ...]] = field(
+        repr=False, default_factory=dict
+    )
+
+    @property
+    def tokens(self) -> int:
+        """Keys of all requests and ranks."""
+        return sum(source.length for source in self.sources)
+
+    @property
+    def width(self) -> int:
+        """Rows that every rank sends over all pieces: the first rank's share, the largest."""
+        return sum(self._layout.count_before(source.length, 0) for source in self.sources)
+
+    def pieces(self, workspace_tokens: int, window: int | None = None) -> tuple[Piece, ...]:
+        """Pieces of at most ``workspace_tokens`` rows of all ranks together, one a rank at least.
+
+        Their number and widths are the same on all ranks. Computed once per step.
+
+        Args:
+            workspace_tokens: Rows that may be gathered at a time.
+            window: Sliding window of the layer; keys that it hides from all rows are left out.
+        """
+        key = workspace_tokens, window
+        if key not in self._pieces:
+            width = max(1, workspace_tokens // self._layout.cp_size)
+            self._pieces[key] = tuple(
+                self._piece(cuts, window) for cuts in self._cut(width, window)
+            )
+        return self._pieces[key]
+
+    def _cut(self, width: int, window: int | None) -> Iterator[list[Cut]]:
+        cuts: list[Cut] = []
+        room = width
+        for index, source in enumerate(self.sources):
+            start, share = 0, self._layout.count_before(source.length, 0)
+            if window is not None:
+                hidden = max(0, source.first + 1 - window)
+                start = self._layout.count_before(hidden, self._layout.cp_size - 1)
+            while start < share:
+                stop = min(share, start + room)
+                cuts.append(Cut(index, start, stop))
+                room -= stop - start
+                start = stop
+                if not room:
+                    yield cuts
+                    cuts, room = [], width
+        if cuts:
+            yield cuts
+
+    def _piece(self, cuts: Sequence[Cut], window: int | None) -> Piece:
+        size, width = self._layout.cp_size, sum(cut.stop - cut.start for cut in cuts)
+        lo = torch.zeros(len(self._positions), dtype=torch.long)
+        hi = torch.zeros_like(lo)
+        order: list[Tensor] = []
+        reads: list[tuple[int, int, int]] = []
+        row = keys = 0
+        ranks = torch.arange(size).unsqueeze(1)
+        for cut in cuts:
+            source = self.sources[cut.source]
+            index = torch.arange(cut.start, cut.stop)
+            positions = self._layout.position(index, ranks)
+            real = positions < source.length
+            gathered = (ranks * width + row + index - cut.start)[real]
+            positions, by_position = positions[real].sort()
+            order.append(gathered[by_position])
+            after = self._positions[source.row0 : source.row1] + 1
+            hi[source.row0 : source.row1] = keys + torch.searchsorted(positions, after)
+            first = after - window if window is not None else torch.zeros_like(after)
+            lo[source.row0 : source.row1] = keys + torch.searchsorted(positions, first)
+            reads += self._reads(source, cut, row)
+            row += len(index)
+            keys += len(positions)
+        device = self._device
+        return Piece(
+            width,
+            tuple(reads),
+            torch.cat(order).to(device),
+            lo.to(device),
+            hi.to(device),
+            tile_rows(lo, hi),
+        )
+
+    def _reads(self, source: Source, cut: Cut, row: int) -> Iterator[tuple[int, int, int]]:
+        """Runs of this rank's slots that hold its rows of ``cut``."""
+        size = self._layout.block_size
+        stop = min(cut.stop, self._layout.count_before(source.length, self._rank))
+        first = cut.start // size
+        at = first * size  # local index of the run's first slot
+        for block, count in source.blocks.runs(-(-stop // size), first):
+            begin, end = max(at, cut.start), min(at + count * size, stop)
+            if begin < end:
+                yield block * size + begin - at, end - begin, row + begin - cut.start
+            at += count * size
