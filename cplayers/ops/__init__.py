@@ -13,7 +13,7 @@ from cplayers.ops.partial import (
     weigh,
 )
 from cplayers.ops.reference import attention_reference
-from cplayers.ops.rope import apply_rope
+from cplayers.ops.rope import apply_rope, yarn_mscale
 from cplayers.ops.spans import Spans, Tile, spans, tile_rows
 
 __all__ = [
@@ -34,4 +34,5 @@ __all__ = [
     "spans",
     "tile_rows",
     "weigh",
+    "yarn_mscale",
 ]
