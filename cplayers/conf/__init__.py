@@ -16,6 +16,13 @@ An application registers the schemas and adds this package to Hydra's search pat
 so that ``mesh=tp3_pcp2_dcp2 cache.interleave_size=1 attention.combine=ag_rs`` is understood.
 """
 
-from cplayers.conf.schema import CacheConf, GQAConf, PrefillConf, TopologyConf, register_configs
+from cplayers.conf.schema import (
+    CacheConf,
+    GQAConf,
+    MLAConf,
+    PrefillConf,
+    TopologyConf,
+    register_configs,
+)
 
-__all__ = ["CacheConf", "GQAConf", "PrefillConf", "TopologyConf", "register_configs"]
+__all__ = ["CacheConf", "GQAConf", "MLAConf", "PrefillConf", "TopologyConf", "register_configs"]

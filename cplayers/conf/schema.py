@@ -9,6 +9,9 @@ the model, which has no default, are passed when it is instantiated.
     instantiate(cfg.prefill)(mesh=mesh)   -> PCPPrefillAttention
     instantiate(cfg.attention)(hidden_size, num_heads, num_kv_heads, head_dim,
                                layer_idx=i, mesh=mesh)  -> DCPGQAAttention
+    with attention=mla, (hidden_size, num_heads, q_lora_rank, kv_lora_rank, qk_nope_head_dim,
+                         qk_rope_head_dim, v_head_dim, layer_idx=i, mesh=mesh)
+                                                        -> DCPMLAAttention
 """
 
 from __future__ import annotations
@@ -62,6 +65,25 @@ class GQAConf:
 
 
 @dataclass
+class MLAConf:
+    """Settings of `cplayers.attention.DCPMLAAttention`, as a factory of layers."""
+
+    _target_: str = "cplayers.attention.DCPMLAAttention"
+    _convert_: str = "all"
+    _partial_: bool = True
+    decode: str = "gather_q"
+    combine: str = "a2a"
+    backend: str = "auto"
+    softcap: float | None = None
+    scale: float | None = None
+    yarn_factor: float = 1.0
+    yarn_mscale_all_dim: float = 0.0
+    rope_interleave: bool = True
+    norm_eps: float = 1e-6
+    bias: bool = False
+
+
+@dataclass
 class PrefillConf:
     """Settings of `cplayers.attention.PCPPrefillAttention`, as a factory."""
 
@@ -69,6 +91,7 @@ class PrefillConf:
     _convert_: str = "all"
     _partial_: bool = True
     strategy: str = "auto"
+    workspace_tokens: int = 16384
     backend: str = "auto"
 
 
@@ -76,6 +99,7 @@ SCHEMAS = {
     "mesh/schema": TopologyConf,
     "cache/schema": CacheConf,
     "attention/schema_gqa": GQAConf,
+    "attention/schema_mla": MLAConf,
     "prefill/schema": PrefillConf,
 }
 """Schema by group and name, as the YAML files refer to them."""

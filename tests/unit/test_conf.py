@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import pytest
 import yaml
@@ -14,7 +14,7 @@ from hydra.errors import ConfigCompositionException, InstantiationException
 from hydra.utils import get_class, instantiate
 
 import cplayers.conf
-from cplayers.attention import DCPGQAAttention, PCPPrefillAttention
+from cplayers.attention import DCPGQAAttention, DCPMLAAttention, PCPPrefillAttention
 from cplayers.cache import CacheConfig
 from cplayers.conf import register_configs
 from cplayers.conf.schema import RUNTIME, SCHEMAS
@@ -24,6 +24,8 @@ from cplayers.mesh import CPMesh, Topology
 CONF = Path(cplayers.conf.__file__).parent
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHIPPED = sorted(str(path.relative_to(CONF).with_suffix("")) for path in CONF.rglob("*.yaml"))
+SHAPES: dict[str, tuple[int | None, ...]] = {"gqa": (32, 4, 2, 8), "mla": (32, 4, None, 6, 5, 4, 3)}
+"""Of a small layer, by the first word of an attention option."""
 APP = """
 defaults:
   - mesh: single
@@ -50,6 +52,7 @@ def compose_app(tmp_path: Path) -> Any:
 def test_every_group_is_shipped() -> None:
     assert {name.split("/")[0] for name in SHIPPED} == {"mesh", "cache", "attention", "prefill"}
     assert {"mesh/single", "mesh/pcp2_dcp2", "mesh/tp3_pcp2_dcp2", "mesh/tp9_dcp3"} <= set(SHIPPED)
+    assert {"attention/gqa", "attention/mla", "attention/mla_tpa"} <= set(SHIPPED)
 
 
 def expected_of(name: str) -> Any:
@@ -66,8 +69,15 @@ def expected_of(name: str) -> Any:
     mesh = CPMesh(Topology())
     if group == "prefill":
         return PCPPrefillAttention(**values, mesh=mesh)
-    assert option.startswith("gqa")
-    return DCPGQAAttention(32, 4, 2, 8, **values, layer_idx=1, mesh=mesh)
+    kind = option.partition("_")[0]
+    layer: Any = {"gqa": DCPGQAAttention, "mla": DCPMLAAttention}[kind]
+    return layer(*SHAPES[kind], **values, layer_idx=1, mesh=mesh)
+
+
+def plain_values(module: Any) -> dict[str, Any]:
+    """The settings that a module keeps, also those that its representation does not show."""
+    kinds = (int, float, str, bool, type(None))
+    return {name: value for name, value in vars(module).items() if isinstance(value, kinds)}
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -79,12 +89,13 @@ def test_builds_what_the_constructor_builds(
     built = instantiate(compose_app(f"{group}={option}")[group])
     if group in ("attention", "prefill"):
         mesh = CPMesh(Topology())
-        shape = (32, 4, 2, 8) if group == "attention" else ()
+        shape = SHAPES[option.partition("_")[0]] if group == "attention" else ()
         built = built(*shape, mesh=mesh, **({"layer_idx": 1} if shape else {}))
         expected = expected_of(name)
         assert type(built) is type(expected)
         # The representation of a module shows its settings, and those of its parts.
         assert repr(built) == repr(expected)
+        assert plain_values(built) == plain_values(expected)
     else:
         assert built == expected_of(name)
 
@@ -123,7 +134,20 @@ def test_schema_has_the_settings_of_the_constructor(path: str) -> None:
     }
     assert len(settings) >= 2
     assert fields == settings
+    assert list(fields) == list(settings), "in the same order"
     assert schema._convert_ == "all"
+    asked = get_type_hints(target.__init__)
+    for name, hint in get_type_hints(SCHEMAS[path]).items():
+        if name in fields:
+            assert hint == without_literals(asked[name]), name
+
+
+def without_literals(hint: Any) -> Any:
+    """A constructor's type as a schema has it, for which Hydra knows no Literal."""
+    if get_origin(hint) is Literal:
+        [kind] = {type(value) for value in get_args(hint)}
+        return kind
+    return hint
 
 
 def test_short_overrides_reach_their_groups(compose_app: Any) -> None:
@@ -134,12 +158,35 @@ def test_short_overrides_reach_their_groups(compose_app: Any) -> None:
     assert layer.combine == "ag_rs"
 
 
+def test_settings_of_mla_reach_the_layer_and_its_core(compose_app: Any) -> None:
+    cfg = compose_app(
+        "attention=mla",
+        "attention.decode=auto",
+        "attention.yarn_factor=40",
+        "attention.yarn_mscale_all_dim=1",
+        "attention.rope_interleave=false",
+        "prefill.workspace_tokens=96",
+    )
+    mesh = CPMesh(Topology())
+    core = instantiate(cfg.prefill)(mesh=mesh)
+    layer = instantiate(cfg.attention)(*SHAPES["mla"], layer_idx=0, prefill=core, mesh=mesh)
+    assert isinstance(layer, DCPMLAAttention)
+    assert (layer.decode, layer.rope_interleave) == ("auto", False)
+    assert layer.scale == pytest.approx((5 + 4) ** -0.5 * 1.3688879454113936**2)  # 0.1 ln 40 + 1
+    assert layer.prefill is core and core.workspace_tokens == 96
+    own = instantiate(compose_app("attention=mla_tpa").attention)
+    assert own(*SHAPES["mla"], layer_idx=0, mesh=mesh).decode == "replicate_q"
+
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
         ("cache.blocksize=4", ("blocksize", "CacheConf")),
         ("mesh.cp=2", ("cp", "TopologyConf")),
         ("attention.windw=3", ("windw", "GQAConf")),
+        ("attention=mla attention.q_proj=tpa", ("q_proj", "MLAConf")),
+        ("prefill.workspace=9", ("workspace", "PrefillConf")),
+        ("prefill.workspace_tokens=all", ("all", "workspace_tokens")),
         ("cache.block_size=many", ("many", "block_size")),
         ("mesh.tp=1.5", ("1.5", "mesh.tp")),
         ("attention.bias=3x", ("3x", "attention.bias")),
@@ -149,20 +196,40 @@ def test_short_overrides_reach_their_groups(compose_app: Any) -> None:
 )
 def test_mistakes_are_refused(override: str, words: tuple[str, ...], compose_app: Any) -> None:
     with pytest.raises(ConfigCompositionException) as caught:
-        compose_app(override)
+        compose_app(*override.split())
     message = f"{caught.value}\n{caught.value.__cause__}"
     for word in words:
         assert word in message
 
 
-def test_the_constructor_judges_values(compose_app: Any) -> None:
-    with pytest.raises(InstantiationException) as caught:
-        instantiate(compose_app("mesh.tp=0").mesh)
-    assert isinstance(caught.value.__cause__, ConfigError)
-    assert "tp=0" in str(caught.value)
+@pytest.mark.parametrize(
+    ("group", "override", "words"),
+    [
+        ("mesh", "mesh.tp=0", "tp=0"),
+        ("prefill", "prefill.workspace_tokens=0", "workspace_tokens=0"),
+        ("attention", "attention.decode=gather_k", "decode='gather_k'"),
+    ],
+)
+def test_the_constructor_judges_values(
+    group: str, override: str, words: str, compose_app: Any
+) -> None:
+    built: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+        "mesh": ((), {}),
+        "prefill": ((), {"mesh": CPMesh(Topology())}),
+        "attention": (SHAPES["mla"], {"mesh": CPMesh(Topology()), "layer_idx": 0}),
+    }
+    args, runtime = built[group]
+    with pytest.raises((InstantiationException, ConfigError)) as caught:
+        instantiate(compose_app("attention=mla", override)[group])(*args, **runtime)
+    error = caught.value
+    if isinstance(error, InstantiationException):  # not a factory: Hydra makes it, and wraps
+        assert isinstance(error.__cause__, ConfigError)
+    assert words in str(error)
 
 
 def test_help_of_the_example_names_every_option() -> None:
+    """Its model has grouped-query attention: the other options cannot be chosen there."""
     text = (EXAMPLES / "generate.yaml").read_text()
+    named = text.replace(",", " ").split()
     for name in SHIPPED:
-        assert name.split("/")[1] in text.replace(",", " ").split()
+        assert (name.split("/")[1] in named) == (not name.startswith("attention/mla")), name
