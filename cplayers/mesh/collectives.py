@@ -26,6 +26,37 @@ _NATIVE = frozenset(
 _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
+class Hop:
+    """A tensor on its way; see `CPMesh.shift`.
+
+    Args:
+        received: Where it arrives.
+        work: The operation, or ``None`` where nothing travels.
+        wait: How the operation is finished.
+        sent: What was sent, which must live until then.
+    """
+
+    def __init__(
+        self,
+        received: Tensor,
+        work: dist.Work | None = None,
+        wait: Wait | None = None,
+        sent: Tensor | None = None,
+    ) -> None:
+        self._received, self._work, self._wait, self._sent = received, work, wait, sent
+
+    def wait(self) -> Tensor:
+        """What arrived; further calls return it again.
+
+        Raises:
+            RankFailedError: A member failed.
+        """
+        if self._work is not None and self._wait is not None:
+            self._wait(self._work)
+        self._work = self._sent = None
+        return self._received
+
+
 def all_gather(x: Tensor, group: dist.ProcessGroup, wait: Wait) -> Tensor:
     """Every member's x, stacked: ``[n, *x.shape]``."""
     n = group.size()
@@ -61,6 +92,19 @@ def reduce_scatter_by_backend(x: Tensor, group: dist.ProcessGroup, wait: Wait) -
     received = sent.new_empty(sent.numel() // group.size())
     wait(cast("dist.Work", _reduce_scatter_flat(received, sent, group=group, async_op=True)))
     return received.to(x.dtype).view(x.shape[1:])
+
+
+def shift(x: Tensor, group: dist.ProcessGroup, wait: Wait, target: int, source: int) -> Hop:
+    """Launch x to member ``target`` and the same from ``source``, torch ranks of the group.
+
+    As an all-to-all with one row: waiting for it finds failures like any other, and it runs in the
+    background on both backends.
+    """
+    sent = _flat_for_wire(x)
+    received = torch.empty_like(sent)
+    to, from_ = ([sent.numel() * (i == at) for i in range(group.size())] for at in (target, source))
+    work = dist.all_to_all_single(received, sent, from_, to, group=group, async_op=True)
+    return Hop(received.view(x.dtype).view(x.shape), cast("dist.Work", work), wait, sent)
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, wait: Wait, operation: str) -> Tensor:

@@ -7,6 +7,7 @@ process group and records no traffic. Rows come in the rank order of ``Topology.
     all_to_all(x, axis)      [n, ...] -> [n, ...]  row i goes to, and comes from, member i
     reduce_scatter(x, axis)  [n, ...] -> [...]     this member's row, summed over members
     all_reduce(x, axis, op)  [...]    -> [...]     sum or maximum over members
+    shift(x, axis)           [...]    -> [...]     the previous member's x, once waited for
 
 x has one shape and dtype on all members, and any strides. A rank that fails while others wait makes
 them raise ``RankFailedError``: at once when its connection breaks, in a few seconds when it raises
@@ -193,6 +194,15 @@ class CPMesh:
         if x.numel() == 0:
             return torch.empty_like(x)
         return collectives.all_reduce(x, at.group, at.wait_for(x, "all_reduce"), op)
+
+    def shift(self, x: Tensor, axis: str) -> collectives.Hop:
+        """Send x to the next member and receive the previous one's, in the background."""
+        at = self._start(x, axis, "shift")
+        if at.group is None or x.numel() == 0:
+            return collectives.Hop(x)
+        places = [sorted(at.ranks).index(rank) for rank in at.ranks]
+        after, before = places[(at.rank + 1) % len(places)], places[at.rank - 1]
+        return collectives.shift(x, at.group, at.wait_for(x, "shift"), after, before)
 
     @contextmanager
     def guard(self) -> Iterator[None]:

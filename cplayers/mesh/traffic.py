@@ -5,6 +5,7 @@ Bytes are those that one rank sends with the standard algorithms on n ranks::
     all_gather                  (n - 1) * nbytes(x)
     all_to_all, reduce_scatter  (n - 1) / n * nbytes(x)
     all_reduce                  2 * (n - 1) / n * nbytes(x), rounded up
+    shift                       nbytes(x)
 
 Collectives over a size-1 axis send nothing and are not recorded.
 """
@@ -31,6 +32,8 @@ def sent_bytes(operation: str, nbytes: int, n: int) -> int:
     """Bytes that one of ``n`` ranks sends for ``operation`` on a tensor of ``nbytes``."""
     if operation == "all_gather":
         return (n - 1) * nbytes
+    if operation == "shift":
+        return nbytes
     if operation == "all_reduce":
         return -(-2 * (n - 1) * nbytes // n)
     return (n - 1) * nbytes // n

@@ -26,7 +26,7 @@ PUBLIC = {
         RankFailedError StateError TPAQProj Topology ZigzagLayout
     """,
     "cplayers.mesh": """
-        AXES CPMesh Coords Topology TrafficLog TrafficRecord legal_dcp validate
+        AXES CPMesh Coords Ring Topology TrafficLog TrafficRecord legal_dcp validate
     """,
     "cplayers.ops": """
         Partial Spans Tile add_sink apply_rope attend attention_reference available_backends empty
