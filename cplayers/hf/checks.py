@@ -92,8 +92,8 @@ def check_generate(model: Any, options: dict[str, Any]) -> None:
     """Check the options of ``generate``.
 
     Raises:
-        ConfigError: On beam search, a foreign cache implementation, a time limit over several
-            ranks, ``use_cache=False`` with a cache, or padding on the right.
+        ConfigError: On beam search, multi-token prediction, a foreign cache implementation, a time
+            limit over several ranks, ``use_cache=False`` with a cache, or padding on the right.
     """
     beams = generate_option(model, options, "num_beams", 1)
     if beams != 1:
@@ -101,6 +101,12 @@ def check_generate(model: Any, options: dict[str, Any]) -> None:
             f"num_beams={beams}",
             "beam search would have to reorder the sharded cache and is not supported",
             "use num_beams=1, greedy or with do_sample=True",
+        )
+    if generate_option(model, options, "use_mtp", False):
+        raise ConfigError(
+            "use_mtp=True",
+            "multi-token prediction needs hidden states and a cache of its own, which are not kept",
+            "leave use_mtp out",
         )
     implementation = generate_option(model, options, "cache_implementation", "dynamic")
     if implementation != "dynamic":

@@ -1,4 +1,4 @@
-"""Sharding of what is not attention: MLPs and lm_head over TP, where their sizes divide by it."""
+"""Sharding of what is not attention over TP, where sizes divide by it: MLPs, experts, lm_head."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from cplayers.attention.linear import GatheredLinear, RowParallelLinear, adopt, is_plain
+from cplayers.hf.experts import shard_experts, unknown_layout
 from cplayers.hf.families import Family
 from cplayers.mesh import CPMesh
 
@@ -32,19 +33,34 @@ class Dense(NamedTuple):
 def shard_dense(
     model: Any, family: Family, mesh: CPMesh, filter_fn: FilterFn | None
 ) -> list[Dense]:
-    """Split every MLP and the lm_head that TP divides; leave the others replicated and say so."""
+    """Split all MLPs, experts and the lm_head that TP divides; leave the others whole and say so.
+
+    Args:
+        model: The causal LM, changed in place.
+        family: Its family.
+        mesh: The ranks.
+        filter_fn: ``filter_fn(module, name)`` is False for what is to stay replicated.
+
+    Returns:
+        What happened, by module; nothing for tp=1.
+    """
     if mesh.size("tp") == 1:
         return []
     result = []
-    for name, mlp in model.named_modules():
-        if type(mlp).__name__ != family.mlp:
+    shard: Callable[[Any, CPMesh], None]
+    for name, module in model.named_modules():
+        if type(module).__name__ == family.mlp:
+            parts = module.gate_proj, module.up_proj, module.down_proj
+            known = "" if all(map(is_plain, parts)) else "its projections are not plain nn.Linear"
+            width, shard = module.gate_proj.out_features, _shard_mlp
+        elif name.rpartition(".")[2] == "experts":
+            known = unknown_layout(module, family.experts)
+            width, shard = 0 if known else module.down_proj.shape[-1], shard_experts
+        else:
             continue
-        width = mlp.gate_proj.out_features
-        reason = _why_not(name, mlp, width, "intermediate size", mesh, filter_fn)
-        if not all(is_plain(x) for x in (mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
-            reason = "its projections are not plain nn.Linear"
+        reason = known or _why_not(name, module, width, "intermediate size", mesh, filter_fn)
         if not reason:
-            _shard_mlp(mlp, mesh)
+            shard(module, mesh)
         result.append(Dense(name, not reason, reason))
     head = model.lm_head
     reason = _why_not("lm_head", head, head.out_features, "vocabulary size", mesh, filter_fn)

@@ -15,23 +15,56 @@ from cplayers.mesh import CPMesh
 
 @dataclass(frozen=True)
 class Family:
-    """Class names of one architecture.
+    """One architecture, by the prefix of its class names.
 
     Attributes:
-        model: The causal LM class.
-        attention: The attention module to swap.
-        mlp: The dense MLP to shard over TP, with ``gate_proj``, ``up_proj`` and ``down_proj``.
+        name: ``Llama`` for LlamaForCausalLM with LlamaAttention and LlamaMLP.
+        latent: Whether the attention is multi-head latent (MLA) and not grouped-query (GQA).
     """
 
-    model: str
-    attention: str
-    mlp: str
+    name: str
+    latent: bool = False
+
+    @property
+    def model(self) -> str:
+        """The causal LM class."""
+        return f"{self.name}ForCausalLM"
+
+    @property
+    def attention(self) -> str:
+        """The attention module to swap."""
+        return f"{self.name}Attention"
+
+    @property
+    def mlp(self) -> str:
+        """The dense MLP to shard over TP: gate_proj, up_proj, down_proj. Shared experts are one."""
+        return f"{self.name}MLP"
+
+    @property
+    def experts(self) -> str:
+        """The routed experts of a mixture, see `cplayers.hf.experts`."""
+        return f"{self.name}Experts"
+
+    def projections(self, attention: nn.Module) -> tuple[str, ...]:
+        """The parts of ``attention`` whose Parameters are kept, which must be plain nn.Linear."""
+        if not self.latent:
+            return ("q_proj", "k_proj", "v_proj", "o_proj")
+        q = (
+            ("q_proj",)
+            if getattr(attention, "q_lora_rank", None) is None
+            else ("q_a_proj", "q_b_proj")
+        )
+        return (*q, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 
 
-FAMILIES = tuple(
-    Family(f"{name}ForCausalLM", f"{name}Attention", f"{name}MLP")
-    for name in ("Llama", "Mistral", "Qwen2", "Qwen3")
+FAMILIES = (
+    *(Family(name) for name in ("Llama", "Mistral", "Qwen2", "Qwen3")),
+    *(
+        Family(name, latent=True)
+        for name in ("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Youtu", "AXK1")
+    ),
 )
+"""Kimi-K2 checkpoints are of class DeepseekV3."""
 
 
 def family_of(model: PreTrainedModel) -> Family:
@@ -101,7 +134,7 @@ def attention_modules(model: nn.Module, family: Family) -> list[tuple[str, nn.Mo
             "(examples/custom_stack.py)",
         )
     for name, module in found:
-        for part in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        for part in family.projections(module):
             linear = getattr(module, part, None)
             if not is_plain(linear):
                 raise ConfigError(

@@ -198,7 +198,7 @@ def _rows(packed: Tensor, plan: StepPlan) -> Tensor:
 
 
 def _refuse_outputs(model: Any, kwargs: dict[str, Any]) -> None:
-    for name in ("output_attentions", "output_hidden_states"):
+    for name in ("output_attentions", "output_hidden_states", "output_router_logits"):
         asked = kwargs.pop(name, None)
         if asked or (asked is None and getattr(model.config, name, False)):
             raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
-from cplayers.attention import DCPGQAAttention
+from cplayers.attention import DCPGQAAttention, DCPMLAAttention
 from cplayers.cache import CacheConfig, InterleavedLayout, PagedKVCache
 from cplayers.errors import ConfigError
 from cplayers.hf.dense import Dense
@@ -19,21 +19,21 @@ class CPState:
         mesh: The ranks; ``mesh.traffic`` logs what was sent.
         cache: This rank's paged cache.
         layers: The swapped attention layers, in order.
-        dense: What happened to MLPs and lm_head.
+        dense: What happened to MLPs, experts and lm_head.
     """
 
     def __init__(
         self,
         mesh: CPMesh,
         config: CacheConfig,
-        layers: list[DCPGQAAttention],
+        layers: list[DCPGQAAttention] | list[DCPMLAAttention],
         dense: list[Dense],
     ) -> None:
         self.mesh, self.cache_config, self.layers, self.dense = mesh, config, layers, dense
         self.cache = self._new_cache()
 
     def _new_cache(self) -> PagedKVCache:
-        weight, config, mesh = self.layers[0].k_proj.weight, self.cache_config, self.mesh
+        weight, config, mesh = self.layers[0].o_proj.weight, self.cache_config, self.mesh
         layout = InterleavedLayout(mesh.size("dcp"), config.interleave_size, config.block_size)
         return PagedKVCache(
             self.layers[0].cache_spec,
@@ -53,7 +53,7 @@ class CPState:
         Raises:
             ConfigError: If sequences are still cached in the old one.
         """
-        weight, cache = self.layers[0].k_proj.weight, self.cache
+        weight, cache = self.layers[0].o_proj.weight, self.cache
         device = cache.view_of_rank.device
         if (weight.dtype, weight.device) == (cache.dtype, device):
             return
@@ -85,7 +85,7 @@ class CPState:
         lines = [
             f"ranks      {topology}",
             f"attention  {len(self.layers)} layers: {layer.extra_repr()}",
-            f"q_proj     {type(layer.q_proj).__name__}; prefill {layer.prefill.strategy}",
+            _how(layer),
             f"cache      {cache.layout}, {cache.token_bytes} bytes per token on its owner, "
             f"{cache.nbytes} bytes on this rank ({cache.used_bytes} in use)",
         ]
@@ -93,11 +93,24 @@ class CPState:
             lines.append("dense      as it was (tp=1)")
         else:
             lines.append(f"dense      {sharded} modules sharded over tp={topology.tp}")
-            kept = Counter(d.reason for d in self.dense if not d.sharded)
-            lines += [f"           {count} replicated: {why}" for why, count in kept.items()]
+            kept = Counter(
+                (d.name.rpartition(".")[2], d.reason) for d in self.dense if not d.sharded
+            )
+            lines += [
+                f"           {count} {what} replicated: {why}"
+                for (what, why), count in kept.items()
+            ]
         for (axis, operation), (count, sent) in self.mesh.traffic.totals().items():
             lines.append(f"traffic    {axis} {operation}: {count} calls, {sent} bytes sent")
         return "\n".join(lines)
 
     def __repr__(self) -> str:
         return self.report()
+
+
+def _how(layer: DCPGQAAttention | DCPMLAAttention) -> str:
+    """How queries meet the cache, and how prompts are attended to."""
+    core = f"prefill {layer.prefill.strategy}, workspace {layer.prefill.workspace_tokens} tokens"
+    if isinstance(layer, DCPMLAAttention):
+        return f"decode     {layer.decode}; {core}"
+    return f"q_proj     {type(layer.q_proj).__name__}; {core}"
