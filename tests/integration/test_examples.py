@@ -81,6 +81,36 @@ def test_swap_layers(ranks: int) -> None:
     assert f"Topology(tp=1, dcp={ranks}, pcp={ranks}, dp=1)" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("ranks", "decode"), [(1, "auto"), (2, "auto"), (2, "gather_kv"), (4, "replicate_q")]
+)
+def test_deepseek_mla(ranks: int, decode: str) -> None:
+    done = start("deepseek_mla.py", decode, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "", "a run without mistakes warns of nothing"
+    tokens, kept, sent, *report = done.stdout.splitlines()
+    assert len(json.loads(tokens)) == 21
+    # 128 tokens of 3 layers, 32 + 8 values each, in fp32. Blocks of 4 divide each rank's share.
+    whole = 128 * 3 * 40 * 4
+    here = f"{whole // ranks} bytes per rank, {whole} with plain TP"
+    assert kept == f"KV cache of 128 tokens: {here}"
+
+    peers, heads = ranks - 1, 8 // ranks
+    queries, latents, values = heads * 40 * 4, heads * (32 * 4 + 4), heads * (12 * 4 + 4)
+    calls, attention = {  # 129 tokens, of which the first of two ranks has 65
+        "auto": (2, peers * (queries + latents)),  # so few heads visit any longer context
+        "replicate_q": (1, peers * values),
+        "gather_kv": (1, peers * 65 * 40 * 4),
+    }[decode]
+    # One sum over TP for each output projection, MLP, shared expert and set of routed experts.
+    sums = 3 + 1 + 2 * 2
+    total = 3 * attention + sums * 2 * peers * 64 * 4 // ranks + peers * 128 // ranks * 4
+    count = 3 * calls + sums + 1 if ranks > 1 else 0
+    assert sent == f"One token: {count} collectives, {total} bytes sent per rank"
+    assert report[0] == f"ranks      Topology(tp={ranks}, dcp={ranks}, pcp=1, dp=1)"
+    assert f"decode={decode}" in report[1]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_custom_stack(ranks: int) -> None:
     done = start("custom_stack.py", ranks=ranks)
