@@ -460,6 +460,30 @@ def test_low_precision_is_as_good_as_one_rank(
                 assert error_of(answer[i][number][0], want) <= 2 * largest
 
 
+@pytest.mark.parametrize("decode", ["gather_q", "gather_kv"])
+@pytest.mark.parametrize("topology", [Topology(), Topology(tp=2, dcp=2)], ids=str)
+def test_many_pieces_round_no_worse_than_one(ranks: Any, topology: Topology, decode: str) -> None:
+    """A chunk, and rows that decode, over 1,200 tokens of context in hundreds of pieces."""
+    base = Setup(
+        topology,
+        8,
+        kv_lora_rank=16,
+        hidden=32,
+        decode=decode,
+        num_blocks=320,
+        max_decode_tokens=3,
+        dtype=torch.bfloat16,
+    )
+    script = (prompts(1200), prompts(20), prompts(2))
+    one = replace(base, topology=Topology())
+    many = replace(base, workspace_tokens=1)
+    wanted = exact(base, script)
+    ((single,),) = ranks(8).run(run_scripts, (one,), script, n=1)
+    for (outs,) in ranks(8).run(run_scripts, (many,), script, n=topology.world_size):
+        for (out, _), (alone, _), want in zip(outs, single, wanted, strict=True):
+            assert error_of(out, want) <= 2 * error_of(alone, want)
+
+
 def error_of(out: Tensor, want: Tensor) -> float:
     return float((out.double() - want).norm())
 
