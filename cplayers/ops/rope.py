@@ -1,4 +1,4 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864) and YaRN's scale."""
+"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), and YaRN's scale."""
 
 from __future__ import annotations
 
@@ -9,34 +9,47 @@ from torch import Tensor
 
 
 def apply_rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """Rotate the pairs of every head by the angles of their position.
+    """Rotate pairs of elements of every head; what pair i becomes stays where pair i was.
 
     Args:
-        x: `[T, N, H]`, H even.
-        cos: `[T, H]`, in x's dtype; the second half repeats the first.
-        sin: `[T, H]`, likewise.
-        interleaved: Whether pairs are (x[2i], x[2i + 1]); otherwise they are (x[i], x[i + H/2]).
-            Pair i turns by angle i either way, and keeps its place.
+        x: `[T, N, R]`, R even.
+        cos: `[T, R]`, in x's dtype; the second half repeats the first.
+        sin: `[T, R]`, likewise.
+        interleaved: The pairs are (x[2i], x[2i+1]) in place of (x[i], x[i + R/2]). These are
+            multiplied as complex numbers, for dtypes below fp32 in fp32.
 
     Returns:
-        `[T, N, H]`, a new tensor.
+        `[T, N, R]`, a new tensor in x's dtype.
     """
     if interleaved:
-        half = x.shape[-1] // 2
-        cos, sin = cos[:, None, :half], sin[:, None, :half]
-        even, odd = x[..., ::2], x[..., 1::2]
-        return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2)
+        return _rotate_interleaved(x, cos, sin)
     first, second = x.chunk(2, dim=-1)
     out = x * cos.unsqueeze(1)
     out += torch.cat([-second, first], dim=-1) * sin.unsqueeze(1)
     return out
 
 
+def _rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    num_tokens, num_heads, dim = x.shape
+    dtype = x.dtype
+    if dtype not in (torch.float32, torch.float64):  # complex numbers have these two
+        x, cos, sin = x.float(), cos.float(), sin.float()
+    turn = torch.complex(cos, sin)[:, None, : dim // 2]
+    # A complex view needs even strides, which a slice of a wider projection may not have.
+    pairs = x.contiguous().view(num_tokens, num_heads, dim // 2, 2)
+    rotated = torch.view_as_real(torch.view_as_complex(pairs) * turn)
+    return rotated.view(num_tokens, num_heads, dim).to(dtype)
+
+
 def yarn_mscale(factor: float, mscale: float) -> float:
-    """YaRN's factor on queries and keys, ``0.1 * mscale * ln(factor) + 1`` (arXiv:2309.00071).
+    """Magnitude that YaRN gives to queries and keys of a context stretched by ``factor``.
+
+    ``0.1 * mscale * ln(factor) + 1``, after Peng et al. 2023 (arXiv:2309.00071), which has
+    mscale = 1. DeepSeek's models multiply the softmax scale by its square, with their
+    ``mscale_all_dim`` as ``mscale``.
 
     Args:
-        factor: Scaling factor of the context; up to 1 there is nothing to scale.
-        mscale: Strength; DeepSeek's ``mscale_all_dim``.
+        factor: Stretched context length over the original one; up to 1 nothing is stretched.
+        mscale: Weight of the logarithm; 0 gives 1.
     """
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
