@@ -92,8 +92,8 @@ def test_python_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_pages_have_blocks_to_run() -> None:
     counts = {n: sum(b.language == "python" for b in blocks_of(ROOT / n)) for n in NAMES}
-    assert counts["README.md"] == 2
-    for page in ("idea", "layouts", "hf", "own-stack", "hydra", "failure", "testing"):
+    assert counts["README.md"] == 3
+    for page in ("idea", "layouts", "hf", "mla", "own-stack", "hydra", "failure", "testing"):
         assert counts[f"docs/{page}.md"] >= 1, page
 
 
