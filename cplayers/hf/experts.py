@@ -7,7 +7,9 @@ Legend: E experts, I intermediate size of an expert, h model width.
     y = sum over TP of experts(x)                                    # one all-reduce
 
 A rank runs transformers' own code over smaller matrices, in whichever implementation is set
-(``config._experts_implementation``), routed as the plain model routes: routers stay whole.
+(``config._experts_implementation``), routed as the plain model routes: routers stay whole. As
+grouped_mm wants rows of a multiple of 16 bytes, a slice is padded to a multiple of 8 features with
+weights of 0, which adds nothing.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional
 
 from cplayers.mesh import CPMesh
 
@@ -25,6 +28,7 @@ _KNOWN_LAYOUT = {
     "is_transposed": False,
     "is_concatenated": True,
 }
+_MULTIPLE = 8  # features; 16 bytes in bf16
 
 
 class ShardedExperts:
@@ -67,12 +71,12 @@ def shard_experts(experts: Any, mesh: CPMesh) -> None:
         mesh: The ranks.
     """
     part = experts.down_proj.shape[-1] // mesh.size("tp")
-    start = mesh.rank("tp") * part
+    start, extra = mesh.rank("tp") * part, -part % _MULTIPLE
     gate_up, down = experts.gate_up_proj, experts.down_proj
     halves = gate_up.data.unflatten(1, (2, -1)).narrow(2, start, part)
-    gate_up.data = halves.flatten(1, 2)  # copies: the halves lie apart
-    down.data = down.data.narrow(2, start, part).clone()
-    experts.intermediate_dim = part
+    gate_up.data = functional.pad(halves, (0, 0, 0, extra)).flatten(1, 2)  # pad copies
+    down.data = functional.pad(down.data.narrow(2, start, part), (0, extra))
+    experts.intermediate_dim = part + extra
     experts.cp_mesh = mesh
     base = type(experts)
     experts.__class__ = type(f"Sharded{base.__name__}", (ShardedExperts, base), {})
