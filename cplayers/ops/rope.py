@@ -35,8 +35,11 @@ def _rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if dtype not in (torch.float32, torch.float64):  # complex numbers have these two
         x, cos, sin = x.float(), cos.float(), sin.float()
     turn = torch.complex(cos, sin)[:, None, : dim // 2]
-    # A complex view needs even strides, which a slice of a wider projection may not have.
+    # A complex view needs even strides and an even offset, which a slice of a wider projection may
+    # not have; ``contiguous`` keeps a single row where it is.
     pairs = x.contiguous().view(num_tokens, num_heads, dim // 2, 2)
+    if pairs.storage_offset() % 2:
+        pairs = pairs.clone()
     rotated = torch.view_as_real(torch.view_as_complex(pairs) * turn)
     return rotated.view(num_tokens, num_heads, dim).to(dtype)
 

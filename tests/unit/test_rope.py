@@ -127,10 +127,13 @@ def test_narrow_dtypes_err_by_their_rounding(interleaved: bool, dtype: torch.dty
 
 @both_orders
 @pytest.mark.parametrize("offset", [3, 4])
-def test_takes_slices_of_a_wider_projection(interleaved: bool, offset: int) -> None:
-    """Odd strides and offsets too, which a complex view alone refuses."""
-    wide = torch.randn(5, 2, offset + 8)
-    x, (cos, sin) = wide[..., offset:], cos_sin(angles_of(5, 8))
+@pytest.mark.parametrize(("rows", "heads"), [(5, 2), (1, 2), (1, 1)])
+def test_takes_slices_of_a_wider_projection(
+    interleaved: bool, offset: int, rows: int, heads: int
+) -> None:
+    """Odd strides and offsets too, which a complex view alone refuses; one row is contiguous."""
+    wide = torch.randn(rows, heads, offset + 8)
+    x, (cos, sin) = wide[..., offset:], cos_sin(angles_of(rows, 8))
     out = apply_rope(x, cos, sin, interleaved=interleaved)
     assert torch.equal(out, apply_rope(x.clone(), cos, sin, interleaved=interleaved))
 
