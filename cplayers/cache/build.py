@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from cplayers.cache.context import Context, Source
-from cplayers.cache.plan import Prefill, RankView, StepPlan, Writes
+from cplayers.cache.plan import StepPlan
+from cplayers.cache.prefill import Prefill, build_prefill
 from cplayers.cache.tables import Request
+from cplayers.cache.view import RankView, Writes
 from cplayers.cache.zigzag import PackedZigzag
 
 
@@ -53,7 +55,8 @@ def build_plan(
         index[tokens[:num_decode]] = torch.arange(num_decode)
         index[tokens[num_decode:]] = num_decode + zigzag.row
         owner[tokens[num_decode:]] = zigzag.owner
-        prefill_slots = zigzag.gathered(slots[num_decode:], fill=-1)
+        packed_positions, packed_slots = positions[num_decode:], slots[num_decode:]
+        prefill_slots = zigzag.gathered(packed_slots, fill=-1)
         prefill_writes = tuple(
             Writes.of(piece, view.device) for piece in prefill_slots.chunk(view.pcp_size)
         )
@@ -61,7 +64,9 @@ def build_plan(
         rows = torch.cat([torch.arange(num_decode), num_decode + zigzag.piece(view.pcp_rank)])
         row_request, positions, tokens = row_request[rows], positions[rows], tokens[rows]
         context = _context(ordered, len(decode), row_request, positions[num_decode:], view)
-        prefill = Prefill(zigzag.counts, zigzag.width, context, zigzag, view.pcp_rank, view.device)
+        prefill = build_prefill(
+            zigzag, context, view, ordered[len(decode) :], packed_positions, packed_slots
+        )
     return StepPlan(
         seqs=tuple([request.seq for request in requests]),
         cached=tuple([request.cached for request in requests]),
@@ -103,7 +108,7 @@ def _context(
     for request, rows in zip(requests[first:], counts, strict=True):
         row0, row1 = row1, row1 + rows
         if request.cached and request.new:
-            sources.append(Source(request.blocks, request.cached, request.cached, row0, row1))
+            sources.append(Source(request, request.cached, row0, row1))
     return Context(tuple(sources), view.layout, view.cp_rank, positions, view.device)
 
 

@@ -18,14 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from cplayers.cache.layouts import InterleavedLayout
-from cplayers.cache.tables import TableView
-from cplayers.ops import Tile, tile_rows
+from cplayers.cache.reads import Shard
+from cplayers.cache.tables import Request
+from cplayers.ops import Spans, Tile, spans
 
 
 @dataclass(frozen=True)
@@ -37,34 +39,56 @@ class Piece:
     Attributes:
         width: Rows that every rank sends, padding included.
         reads: This rank's part: ``(slot, length, first row)``.
-        order: Index of each key in the gathered rows `[N * width]`, int64 `[S]`.
-        lo: First key that each row sees, int64 `[T]`.
-        hi: One past the last one.
-        tiles: `tile_rows` of lo and hi.
     """
 
     width: int
     reads: tuple[tuple[int, int, int], ...]
-    order: Tensor
-    lo: Tensor
-    hi: Tensor
-    tiles: tuple[Tile, ...]
+    _context: Context = field(repr=False)
+    _cuts: tuple[Cut, ...] = field(repr=False)
+    _window: int | None = field(repr=False)
+
+    @cached_property
+    def order(self) -> Tensor:
+        """Index of each key in the gathered rows `[N * width]`, int64 `[S]`."""
+        return self._gathered[0]
+
+    @property
+    def lo(self) -> Tensor:
+        """First key in order that each row sees, int64 `[T]`."""
+        return self._gathered[1].lo
+
+    @property
+    def hi(self) -> Tensor:
+        """One past the last one."""
+        return self._gathered[1].hi
+
+    @property
+    def tiles(self) -> tuple[Tile, ...]:
+        """`tile_rows` of lo and hi."""
+        return self._gathered[1].tiles
+
+    @cached_property
+    def _gathered(self) -> tuple[Tensor, Shard]:
+        return self._context.in_order(self._cuts, self.width, self._window)
+
+    @cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        """What the rows see of each rank's part, as rows of it: for keys that come one by one."""
+        return self._context.by_rank(self._cuts, self._window)
 
 
 class Source(NamedTuple):
     """A request whose keys are gathered.
 
     Attributes:
-        blocks: Its blocks.
+        request: The request; its first new token has the lowest position that any rank's rows have.
         length: Its keys, all ranks together.
-        first: Position of its first new token, the lowest that any rank's rows have.
         row0: Its first row on this rank, counted among the rows that attend.
         row1: One past the last.
     """
 
-    blocks: TableView
+    request: Request
     length: int
-    first: int
     row0: int
     row1: int
 
@@ -117,7 +141,7 @@ class Context:
         if key not in self._pieces:
             width = max(1, workspace_tokens // self._layout.cp_size)
             self._pieces[key] = tuple(
-                self._piece(cuts, window) for cuts in self._cut(width, window)
+                self._piece(tuple(cuts), window) for cuts in self._cut(width, window)
             )
         return self._pieces[key]
 
@@ -125,9 +149,10 @@ class Context:
         cuts: list[Cut] = []
         room = width
         for index, source in enumerate(self.sources):
+            source.request.require_kept(window)
             start, share = 0, self._layout.count_before(source.length, 0)
             if window is not None:
-                hidden = max(0, source.first + 1 - window)
+                hidden = max(0, source.request.cached + 1 - window)
                 start = self._layout.count_before(hidden, self._layout.cp_size - 1)
             while start < share:
                 stop = min(share, start + room)
@@ -140,14 +165,27 @@ class Context:
         if cuts:
             yield cuts
 
-    def _piece(self, cuts: Sequence[Cut], window: int | None) -> Piece:
-        size, width = self._layout.cp_size, sum(cut.stop - cut.start for cut in cuts)
+    def _piece(self, cuts: tuple[Cut, ...], window: int | None) -> Piece:
+        reads: list[tuple[int, int, int]] = []
+        row = 0
+        for cut in cuts:
+            reads += self._reads(self.sources[cut.source], cut, row)
+            row += cut.stop - cut.start
+        return Piece(row, tuple(reads), self, cuts, window)
+
+    def in_order(self, cuts: Sequence[Cut], width: int, window: int | None) -> tuple[Tensor, Shard]:
+        """Which gathered row each key of ``cuts`` is, and what the rows see of the keys.
+
+        Args:
+            cuts: Of one piece.
+            width: Rows of every rank.
+            window: Sliding window, or ``None``.
+        """
         lo = torch.zeros(len(self._positions), dtype=torch.long)
         hi = torch.zeros_like(lo)
         order: list[Tensor] = []
-        reads: list[tuple[int, int, int]] = []
         row = keys = 0
-        ranks = torch.arange(size).unsqueeze(1)
+        ranks = torch.arange(self._layout.cp_size).unsqueeze(1)
         for cut in cuts:
             source = self.sources[cut.source]
             index = torch.arange(cut.start, cut.stop)
@@ -156,22 +194,38 @@ class Context:
             gathered = (ranks * width + row + index - cut.start)[real]
             positions, by_position = positions[real].sort()
             order.append(gathered[by_position])
-            after = self._positions[source.row0 : source.row1] + 1
-            hi[source.row0 : source.row1] = keys + torch.searchsorted(positions, after)
-            first = after - window if window is not None else torch.zeros_like(after)
-            lo[source.row0 : source.row1] = keys + torch.searchsorted(positions, first)
-            reads += self._reads(source, cut, row)
+            rows = slice(source.row0, source.row1)
+            seen = spans(self._positions[rows], partial(torch.searchsorted, positions), window)
+            lo[rows], hi[rows] = keys + seen.lo, keys + seen.hi
             row += len(index)
             keys += len(positions)
-        device = self._device
-        return Piece(
-            width,
-            tuple(reads),
-            torch.cat(order).to(device),
-            lo.to(device),
-            hi.to(device),
-            tile_rows(lo, hi),
-        )
+        return torch.cat(order).to(self._device), Shard.of(Spans(lo, hi), self._device)
+
+    def by_rank(self, cuts: Sequence[Cut], window: int | None) -> tuple[Shard, ...]:
+        """What the rows see of each rank's part of ``cuts``, as rows of that part.
+
+        Args:
+            cuts: Of one piece.
+            window: Sliding window, or ``None``.
+        """
+        shards = []
+        for rank in range(self._layout.cp_size):
+            lo = torch.zeros(len(self._positions), dtype=torch.long)
+            hi = torch.zeros_like(lo)
+            row = 0
+            for cut in cuts:
+                source, size = self.sources[cut.source], cut.stop - cut.start
+                rows = slice(source.row0, source.row1)
+                seen = spans(self._positions[rows], partial(self._held, source, rank), window)
+                lo[rows] = row + (seen.lo - cut.start).clamp(0, size)
+                hi[rows] = row + (seen.hi - cut.start).clamp(0, size)
+                row += size
+            shards.append(Shard.of(Spans(lo, hi), self._device))
+        return tuple(shards)
+
+    def _held(self, source: Source, rank: int, n: Tensor) -> Tensor:
+        """How many of the keys of ``source`` before position n ``rank`` holds."""
+        return self._layout.count_before(n.clamp(max=source.length), rank)
 
     def _reads(self, source: Source, cut: Cut, row: int) -> Iterator[tuple[int, int, int]]:
         """Runs of this rank's slots that hold its rows of ``cut``."""
@@ -179,7 +233,7 @@ class Context:
         stop = min(cut.stop, self._layout.count_before(source.length, self._rank))
         first = cut.start // size
         at = first * size  # local index of the run's first slot
-        for block, count in source.blocks.runs(-(-stop // size), first):
+        for block, count in source.request.blocks.runs(-(-stop // size), first):
             begin, end = max(at, cut.start), min(at + count * size, stop)
             if begin < end:
                 yield block * size + begin - at, end - begin, row + begin - cut.start

@@ -22,10 +22,11 @@ from torch import Tensor
 from cplayers.cache.blocks import BlockPool
 from cplayers.cache.build import build_plan
 from cplayers.cache.layouts import InterleavedLayout, require_positive
-from cplayers.cache.plan import RankView, StepPlan, Writes
+from cplayers.cache.plan import StepPlan
 from cplayers.cache.sequences import Draft, SequenceTable
 from cplayers.cache.spec import CacheSpec, bytes_per_token
 from cplayers.cache.storage import Storage
+from cplayers.cache.view import RankView, Writes
 from cplayers.errors import ConfigError, StateError
 
 MAX_DECODE_TOKENS = 16
@@ -106,8 +107,9 @@ class PagedKVCache:
         return self._sequences.get(seq).length
 
     def block_table(self, seq: Hashable) -> tuple[int, ...]:
-        """Block ids of ``seq``."""
-        return tuple(self._sequences.get(seq).table.ids)
+        """Block ids of ``seq``, -1 for those that were given back."""
+        state = self._sequences.get(seq)
+        return (*(-1 for _ in range(state.dropped)), *state.held)
 
     def add(self, seq: Hashable, tokens: Sequence[int] | None = None) -> int:
         """Start a sequence; with its prompt's ``tokens``, reuse a cached prefix of whole units.
@@ -150,9 +152,26 @@ class PagedKVCache:
         """Drop the tokens of ``seq`` from position ``length`` on, e.g. rejected draft tokens.
 
         Raises:
-            ConfigError: If ``length`` is negative or above the present length.
+            ConfigError: If ``length`` is negative, above the present length, or among tokens that
+                were forgotten.
         """
         self._sequences.truncate(seq, length)
+        self._pending = None
+
+    def forget(self, seq: Hashable, position: int) -> None:
+        """Give back the blocks of ``seq`` whose tokens all lie before ``position``.
+
+        For models in which every layer has a sliding window: before ``length + 1 - window`` no new
+        token sees anything. A later step with a layer that does see it raises StateError.
+
+        Args:
+            seq: The sequence.
+            position: Tokens before it are out of every window; alike on all ranks.
+
+        Raises:
+            ConfigError: If ``seq`` is unknown.
+        """
+        self._sequences.forget(seq, position)
         self._pending = None
 
     # Steps

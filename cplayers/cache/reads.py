@@ -1,4 +1,4 @@
-"""Rows that visit the cache where it is: runs of consecutive blocks, read without a copy."""
+"""What rows see: of keys that came to them, or of the cache where it is, read without a copy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,23 @@ import torch
 from torch import Tensor
 
 from cplayers.cache.tables import Request
+from cplayers.cache.view import RankView
 from cplayers.ops import Spans, Tile, tile_rows
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What each row sees of some keys: ``lo..hi`` of them, and their `tile_rows`."""
+
+    lo: Tensor
+    hi: Tensor
+    tiles: tuple[Tile, ...]
+
+    @classmethod
+    def of(cls, spans: Spans, device: torch.device) -> Shard:
+        """From spans on the host."""
+        lo, hi = spans
+        return cls(lo.to(device), hi.to(device), tile_rows(lo, hi))
 
 
 @dataclass(frozen=True)
@@ -29,23 +45,25 @@ class Read:
 
 
 def build_reads(
-    requests: Sequence[Request], spans: Spans, block_size: int, device: torch.device
+    requests: Sequence[Request], positions: Tensor, view: RankView, window: int | None
 ) -> Iterator[Read]:
     """Reads of requests whose rows are all here, runs out of reach left out.
 
     Args:
         requests: In the order of their rows, ``new`` rows each.
-        spans: What each row sees of its sequence's local shard, on the host.
-        block_size: Tokens per block.
-        device: Where lo and hi are wanted.
+        positions: Of the rows, on the host.
+        view: This rank.
+        window: Sliding window of the layer, or ``None``.
     """
-    lo, hi = spans
+    lo, hi = view.spans(positions, window)
+    block_size, device = view.layout.block_size, view.device
     first, last = lo.tolist(), hi.tolist()
     row1 = 0
     for request in requests:
         row0, row1 = row1, row1 + request.new
         if row0 == row1:
             continue
+        request.require_kept(window)
         held = last[row1 - 1]  # the last row sees every key of the shard
         start = 0
         for block, blocks in request.blocks.runs(-(-held // block_size)):

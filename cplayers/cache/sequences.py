@@ -23,11 +23,20 @@ class SequenceState:
         length: Tokens, all ranks together.
         table: Its blocks, exactly as many as ``length`` needs.
         hashes: Of the whole units of its known tokens; beyond ``length`` they are still to come.
+        oldest: Tokens before this position are out of every window, and may be gone.
+        dropped: Blocks at the front of the table that were given back.
     """
 
     length: int = 0
     table: BlockTable = field(default_factory=BlockTable)
     hashes: list[bytes] = field(default_factory=list)
+    oldest: int = 0
+    dropped: int = 0
+
+    @property
+    def held(self) -> list[int]:
+        """The blocks that it refers to."""
+        return self.table.ids[self.dropped :]
 
 
 @dataclass(frozen=True)
@@ -97,14 +106,17 @@ class SequenceTable:
         """Start ``new`` with the committed content of ``seq``, its blocks shared."""
         source = self.get(seq)
         self._require_new(new)
-        self.pool.share(source.table.ids)
+        self.pool.share(source.held)
         # The fork goes its own way: what `seq` announced beyond its length is not known of it.
         known = source.hashes[: source.length // self.layout.unit_tokens]
-        self._states[new] = SequenceState(source.length, BlockTable(source.table.ids), known)
+        table = BlockTable(source.table.ids)
+        self._states[new] = SequenceState(
+            source.length, table, known, source.oldest, source.dropped
+        )
 
     def free(self, seq: Hashable) -> None:
         """Forget a sequence and release its blocks."""
-        self.pool.release(self.get(seq).table.ids)
+        self.pool.release(self.get(seq).held)
         del self._states[seq]
 
     def truncate(self, seq: Hashable, length: int) -> None:
@@ -120,6 +132,12 @@ class SequenceTable:
                 f"{seq!r} holds {state.length} tokens and can only be cut",
                 f"pass 0 <= length <= {state.length}",
             )
+        if length < state.oldest:
+            raise ConfigError(
+                f"length={length}",
+                f"the tokens of {seq!r} before position {state.oldest} were forgotten",
+                f"pass a length of at least {state.oldest}",
+            )
         if length == state.length:
             return  # nothing is cut: the tokens announced beyond it are still the ones to come
         ids, keep = state.table.ids, self.layout.blocks(length)
@@ -127,6 +145,16 @@ class SequenceTable:
         state.table = BlockTable(ids[:keep])
         del state.hashes[length // self.layout.unit_tokens :]
         state.length = length
+
+    def forget(self, seq: Hashable, position: int) -> None:
+        """Give back the blocks of ``seq`` that hold no token from ``position`` on, on any rank."""
+        state = self.get(seq)
+        position = min(position, state.length)
+        if position <= state.oldest:
+            return
+        state.oldest, whole = position, self.layout.full_blocks(position)
+        self.pool.release(state.table.ids[state.dropped : whole])
+        state.dropped = whole
 
     def draft(self, requests: Sequence[tuple[Hashable, int]]) -> Draft:
         """Decide a step of ``(sequence, new tokens)``. Nothing is changed.
@@ -157,7 +185,7 @@ class SequenceTable:
                 last = tail[-1] if tail else ids[keep - 1] if keep else None
                 tail += trial.pick(missing, after=last)
             view = TableView(state.table, keep, tuple(tail))
-            parts.append(Request(seq, state.length, new, view, first))
+            parts.append(Request(seq, state.length, new, view, first, state.oldest, state.dropped))
         return Draft(tuple(parts), trial, tuple(copies), tuple(overwritten))
 
     def _own_end(
@@ -207,7 +235,8 @@ class SequenceTable:
     def _register_units(self, state: SequenceState, before: int) -> None:
         tokens, blocks = self.layout.unit_tokens, self.layout.unit_blocks
         done = min(state.length // tokens, len(state.hashes))
-        for unit in range(before // tokens, done):
+        # a unit of several blocks may have lost its first ones
+        for unit in range(max(before // tokens, -(-state.dropped // blocks)), done):
             ids = state.table.ids[unit * blocks : (unit + 1) * blocks]
             self.pool.register(state.hashes[unit], ids)
 

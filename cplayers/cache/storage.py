@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cplayers.cache.plan import Writes
 from cplayers.cache.spec import CacheSpec
+from cplayers.cache.view import Writes
 
 
 class Storage:

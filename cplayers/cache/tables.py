@@ -13,6 +13,8 @@ from collections.abc import Hashable, Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
+from cplayers.errors import StateError
+
 
 class BlockTable:
     """Block ids of a sequence, and where its runs of consecutive ids begin.
@@ -79,6 +81,8 @@ class Request(NamedTuple):
         new: Its tokens in the step.
         blocks: All its blocks, those of the step included.
         first_open: Index of the first block that was not full on every rank before the step.
+        oldest: Tokens before this position may be gone.
+        dropped: Blocks at the front that are gone.
     """
 
     seq: Hashable
@@ -86,3 +90,19 @@ class Request(NamedTuple):
     new: int
     blocks: TableView
     first_open: int
+    oldest: int = 0
+    dropped: int = 0
+
+    def require_kept(self, window: int | None) -> None:
+        """Raise StateError if a new token sees some that were forgotten.
+
+        Args:
+            window: Sliding window, or ``None``.
+        """
+        first = 0 if window is None else max(0, self.cached + 1 - window)
+        if self.new and first < self.oldest:
+            raise StateError(
+                f"a layer with window={window} reads {self.seq!r} from position {first} on, and "
+                f"its tokens before {self.oldest} were forgotten; remedy: forget only what is out "
+                "of the window of every layer"
+            )

@@ -258,27 +258,31 @@ def test_reads_are_the_causal_keys_in_any_block_table(step: Step, window: int | 
         plan = step.plan(cache)
         cache.commit(plan)
         rows = rows_of(plan, packed)
-        seen: list[list[int]] = [[] for _ in rows]
-        offset = plan.num_decode
-        reads = [(read, 0) for read in plan.reads(window)]
-        if step.pcp_size == 1:
-            reads += [(read, offset) for read in plan.prefill_reads(window)]
-        for read, row0 in reads:
-            assert read.tiles
-            assert int(read.hi.max()) <= read.length
-            spans = spans_of(read.tiles, read.lo, read.hi)
-            for i, (lo, hi) in enumerate(zip(read.lo.tolist(), read.hi.tolist(), strict=True)):
-                slots = range(read.slot, read.slot + read.length)
-                assert slots[lo:hi] == slots[spans[i][0] : spans[i][1]]
-                seen[row0 + read.row0 + i] += slots[lo:hi]
+        chunks = [(seq, position) for seq, position in packed if not step.decodes(seq)]
+        parts = [(rows[: plan.num_decode], plan.reads(window))]
+        if plan.prefill is not None:
+            parts.append((chunks, plan.prefill.reads(window)))
+        for queries, reads in parts:
+            seen: list[list[int]] = [[] for _ in queries]
+            for read in reads:
+                assert read.tiles
+                assert int(read.hi.max()) <= read.length
+                spans = spans_of(read.tiles, read.lo, read.hi)
+                for i, (lo, hi) in enumerate(zip(read.lo.tolist(), read.hi.tolist(), strict=True)):
+                    slots = range(read.slot, read.slot + read.length)
+                    assert slots[lo:hi] == slots[spans[i][0] : spans[i][1]]
+                    seen[read.row0 + i] += slots[lo:hi]
+            for (seq, position), found in zip(queries, seen, strict=True):
+                table = cache.block_table(seq)
+                first = 0 if window is None else max(0, position - window + 1)
+                slots = [step.slot(table, p, cp) for p in range(first, position + 1)]
+                assert found == [slot for slot in slots if slot is not None]
         assert plan.reads(window) is plan.reads(window)
         for i, (seq, position) in enumerate(rows):
-            first = 0 if window is None else max(0, position - window + 1)
-            slots = [step.slot(cache.block_table(seq), p, cp) for p in range(first, position + 1)]
+            table = cache.block_table(seq)
+            slots = [step.slot(table, p, cp) for p in range(position + 1)]
             own = [slot for slot in slots if slot is not None]
-            assert seen[i] == (own if i < offset or step.pcp_size == 1 else [])
-            if window is None:
-                assert (int(plan.spans.lo[i]), int(plan.spans.hi[i])) == (0, len(own))
+            assert (int(plan.spans.lo[i]), int(plan.spans.hi[i])) == (0, len(own))
 
 
 def test_the_example_is_scattered_indeed() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cplayers.cache import GQASpec, InterleavedLayout, PagedKVCache, StepPlan
-from cplayers.cache.plan import SEGMENTS_MAX, Writes
+from cplayers.cache.view import SEGMENTS_MAX, Writes
 from cplayers.ops import Tile
 
 CPU = torch.device("cpu")
