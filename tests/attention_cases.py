@@ -4,7 +4,7 @@ A case is a ``Setup`` (a layer and how it is spread) and a script, a sequence of
 cache:
 
     ("step", (("a", 5), ("b", 1)))   new tokens per sequence; a new name starts a sequence
-    ("fork", "a", "c")   ("truncate", "a", 3)   ("free", "a")
+    ("fork", "a", "c")   ("truncate", "a", 3)   ("free", "a")   ("forget", "a", 3)
 
 Everything is drawn from seeds, so that the ranks and the parent have the same weights and tokens.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cplayers.attention import DCPGQAAttention, gather_rows, take_rows
+from cplayers.attention import DCPGQAAttention, PCPPrefillAttention, gather_rows, take_rows
 from cplayers.cache import InterleavedLayout, PagedKVCache, StepPlan
 from cplayers.mesh import CPMesh, Topology
 
@@ -44,7 +44,12 @@ class Setup:
     bias: bool = False
     o_bias: bool = False
     qk_norm: bool = False
+    window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
+    prefill: str = "auto"
+    workspace_tokens: int = 16384
+    max_decode_tokens: int = 16
     layer_idx: int = 0
     seed: int = 0
     dtype: torch.dtype = torch.float32
@@ -72,6 +77,8 @@ def weights(setup: Setup) -> dict[str, Tensor]:
     if setup.qk_norm:
         w["q_norm.weight"] = 4 * (1 + 0.3 * _normal(s + 9, setup.head_dim))
         w["k_norm.weight"] = 1 + 0.3 * _normal(s + 10, setup.head_dim)
+    if setup.sinks:
+        w["sinks"] = 3 * _normal(s + 11, setup.num_heads)
     return {name: value.float().double() for name, value in w.items()}
 
 
@@ -108,6 +115,8 @@ class Dense:
                 self.seen[args[1]] = self.seen[args[0]]
             elif name == "truncate":
                 self.seen[args[0]] = self.seen[args[0]][: args[1]]
+            elif name == "forget":  # what no window reaches: nothing changes
+                pass
             else:
                 del self.seen[args[0]]
         return outputs
@@ -133,7 +142,13 @@ class Dense:
         if s.softcap is not None:
             logits = s.softcap * torch.tanh(logits / s.softcap)
         positions = torch.arange(length)
-        logits = logits.masked_fill(positions[None, :] > positions[:, None], -math.inf)
+        behind = positions[:, None] - positions[None, :]
+        hidden = behind < 0 if s.window is None else (behind < 0) | (behind >= s.window)
+        logits = logits.masked_fill(hidden, -math.inf)
+        if s.sinks:  # a key without a value
+            sinks = self.w["sinks"][:, None, None].expand(-1, length, 1)
+            logits = torch.cat([logits, sinks], dim=-1)
+            v = torch.cat([v, torch.zeros_like(v[:1])])
         out = torch.einsum("nqk,knh->qnh", logits.softmax(-1), v).flatten(1)
         return out @ self.w["o.weight"].T + self.w.get("o.bias", 0.0)
 
@@ -188,7 +203,7 @@ class Live:
         for seq, _ in requests:
             if seq not in self.cache.seqs:
                 self.cache.add(seq)
-        return self.cache.plan(requests)
+        return self.cache.plan(requests, max_decode_tokens=self.setup.max_decode_tokens)
 
     def step(self, requests: tuple[tuple[str, int], ...]) -> tuple[Tensor, Tensor]:
         """All packed rows of a whole step, and those decode rows that this rank computed itself."""
@@ -228,7 +243,12 @@ def build_layer(setup: Setup, mesh: CPMesh) -> DCPGQAAttention:
         head_dim=setup.head_dim,
         mode=setup.q_proj,
         combine=setup.combine,
+        window=setup.window,
         softcap=setup.softcap,
+        sinks=nn.Parameter(w["sinks"]) if setup.sinks else None,
+        prefill=PCPPrefillAttention(
+            setup.prefill, workspace_tokens=setup.workspace_tokens, mesh=mesh
+        ),
         layer_idx=setup.layer_idx,
         mesh=mesh,
     )

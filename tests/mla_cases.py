@@ -44,6 +44,7 @@ class Setup:
     interleave: int = 1
     block: int = 4
     num_blocks: int = 400
+    prefill: str = "auto"
     workspace_tokens: int = 16384
     max_decode_tokens: int = 16
     rope_interleave: bool = True
@@ -60,7 +61,7 @@ class Setup:
         default = Setup()
         names = (
             *("topology", "decode", "combine", "interleave", "block", "num_blocks"),
-            *("workspace_tokens", "max_decode_tokens", "layer_idx", "dtype"),
+            *("prefill", "workspace_tokens", "max_decode_tokens", "layer_idx", "dtype"),
         )
         return replace(self, **{name: getattr(default, name) for name in names})
 
@@ -207,7 +208,9 @@ def options(setup: Setup, mesh: CPMesh) -> dict[str, Any]:
         "layer_idx": setup.layer_idx,
         "decode": setup.decode,
         "combine": setup.combine,
-        "prefill": PCPPrefillAttention(workspace_tokens=setup.workspace_tokens, mesh=mesh),
+        "prefill": PCPPrefillAttention(
+            setup.prefill, workspace_tokens=setup.workspace_tokens, mesh=mesh
+        ),
         "softcap": setup.softcap,
         "yarn_factor": factor,
         "yarn_mscale_all_dim": mscale,

@@ -1,13 +1,16 @@
 """Context-parallel attention layers and the pieces they are composed of."""
 
-from cplayers.attention.cached import attend_cached, gather_heads
 from cplayers.attention.combine import Combine, combine
-from cplayers.attention.gather_kv import CachedLayer
+from cplayers.attention.costs import Sizes, combine_bytes
+from cplayers.attention.gather_kv import attend_context, attend_new
+from cplayers.attention.gather_q import Visit, attend_cached, bring_queries, visit
 from cplayers.attention.gqa import DCPGQAAttention
 from cplayers.attention.heads import HeadShard, head_shard
 from cplayers.attention.linear import GatheredLinear, RowParallelLinear
 from cplayers.attention.mla import DCPMLAAttention, Decode
-from cplayers.attention.prefill import PCPPrefillAttention, PrefillResult
+from cplayers.attention.planes import CachedLayer
+from cplayers.attention.prefill import PCPPrefillAttention
+from cplayers.attention.scoring import Scoring
 from cplayers.attention.tokens import gather_rows, take_rows
 from cplayers.attention.tpa import TPAQProj
 
@@ -20,13 +23,19 @@ __all__ = [
     "GatheredLinear",
     "HeadShard",
     "PCPPrefillAttention",
-    "PrefillResult",
     "RowParallelLinear",
+    "Scoring",
+    "Sizes",
     "TPAQProj",
+    "Visit",
     "attend_cached",
+    "attend_context",
+    "attend_new",
+    "bring_queries",
     "combine",
-    "gather_heads",
+    "combine_bytes",
     "gather_rows",
     "head_shard",
     "take_rows",
+    "visit",
 ]

@@ -3,32 +3,31 @@
 Each rank attended to its own keys for all of the group's heads, and gets the merged output of the
 heads that it owns.
 
-T rows, N heads of the group, n = N / k heads of a rank, k TP neighbours and p PCP ranks in the
-group, V value dim, e bytes per element. All members of the group hold the same rows; members that
-differ only in their PCP rank own the same heads.
+Members of a group are tp-major and pcp-minor: heads go by a member's place on the TP axis. Decode
+rows are wanted by all members. Of chunks of prompts, whose queries came from the PCP ranks, each
+PCP rank gets its own rows back. What is sent is in `cplayers.attention.costs`.
 
-| how   | collectives | sent per rank, bytes                                     |
-|-------|-------------|----------------------------------------------------------|
-| a2a   | 1           | (kp - 1) * T * n * (V*e + 4)                             |
-| ag_rs | 2           | (kp - 1) * T * (N * 4 + n * V * 4)                       |
-| ar    | 2           | (kp - 1) * T * N * 4 + 2 * (kp - 1)/(kp) * T * N * V * 4 |
+| how   | collectives | what happens                                                     |
+|-------|-------------|------------------------------------------------------------------|
+| a2a   | 1           | outputs in their own type travel with their fp32 lse beside them |
+| ag_rs | 2           | lse all-gathered, scaled outputs reduce-scattered                |
+| ar    | 2           | lse all-gathered, scaled outputs all-reduced                     |
 
-Without PCP (p = 1) the first line is (k - 1)/k * T * N * (V*e + 4). ``a2a`` carries outputs in
-their own type with the fp32 lse packed beside them and merges in fp32; the other two reduce on the
-wire and therefore carry fp32 (fp64 for fp64 outputs). ``ar`` gives every rank all heads and is the
-choice where that is wanted.
+``a2a`` merges in fp32; the other two reduce on the wire and therefore carry fp32 (fp64 for fp64
+outputs). ``ar`` gives every rank all heads and is the choice where that is wanted.
 """
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from einops import rearrange
 from torch import Tensor
 
+from cplayers.cache.prefill import Prefill
 from cplayers.errors import ConfigError
-from cplayers.mesh import CPMesh, Topology
+from cplayers.mesh import CPMesh
 from cplayers.ops import Partial, merge_stacked, scale_weights, weigh
 
 Combine = Literal["a2a", "ag_rs", "ar"]
@@ -45,77 +44,73 @@ def require_combine(how: str) -> None:
         )
 
 
-def combine_bytes(
-    how: Combine, topology: Topology, *, rows: int, own_heads: int, value_dim: int, itemsize: int
-) -> int:
-    """Bytes that `combine` sends per rank, as the module's table says.
-
-    Args:
-        how: The way of combining.
-        topology: The ranks.
-        rows: T.
-        own_heads: n.
-        value_dim: V.
-        itemsize: Bytes per element of out, e.
-    """
-    others = topology.dcp - 1
-    heads = own_heads * topology.dcp_tp
-    if how == "a2a":
-        return others * rows * own_heads * (value_dim * itemsize + 4)
-    wide = max(4, itemsize)
-    lse = others * rows * heads * 4
-    if how == "ag_rs":
-        return lse + others * rows * own_heads * value_dim * wide
-    return lse - (-2 * others * rows * heads * value_dim * wide // topology.dcp)
-
-
-def combine(partial: Partial, mesh: CPMesh, how: Combine) -> Tensor:
-    """Merge over the DCP group and keep this rank's heads.
+def combine(
+    partial: Partial, mesh: CPMesh, how: Combine, prefill: Prefill | None = None
+) -> Partial:
+    """Merge over the DCP group and keep this rank's heads, and its rows where it has a share.
 
     Args:
         partial: out `[T, N, V]` and lse `[T, N]` over this rank's keys, N the group's heads.
         mesh: The ranks.
         how: See the module's table.
+        prefill: ``plan.prefill`` where T are its packed tokens, of which each PCP rank gets its own
+            rows; ``None`` where all members of the group want the same rows.
 
     Returns:
-        `[T, n, V]` in out's type, the same bits on all PCP ranks.
+        out `[T, n, V]` in its own type and lse `[T, n]`. Of decode rows the same bits on all PCP
+        ranks.
 
     Raises:
         ConfigError: On an unknown ``how``.
     """
     require_combine(how)
     if mesh.size("dcp") == 1:
-        return partial.out
+        return partial
+    share = _Share(mesh, prefill if mesh.size("pcp") > 1 else None)
     if how == "a2a":
-        return _all_to_all(partial, mesh)
-    scaled = _scale_own(partial, mesh)
+        received = mesh.all_to_all(share.chunks(pack(partial)), "dcp")
+        out, lse = merge_stacked(*unpack(received, partial.out.dtype))
+        return Partial(share.unpad(out), share.unpad(lse))
+    weights, lse = scale_weights(mesh.all_gather(partial.lse, "dcp"))
+    scaled = weigh(partial.out, weights[mesh.rank("dcp")])  # in fp32 or better
     if how == "ag_rs":
-        merged = mesh.reduce_scatter(_chunks(scaled, mesh), "dcp")
+        out = share.unpad(mesh.reduce_scatter(share.chunks(scaled), "dcp"))
     else:
-        whole = mesh.all_reduce(scaled, "dcp")
-        own = whole.shape[1] // mesh.size("dcp_tp")
-        merged = whole.narrow(1, mesh.rank("dcp_tp") * own, own)
-    return merged.to(partial.out.dtype)
+        out = share.own(mesh.all_reduce(scaled, "dcp"))
+    return Partial(out.to(partial.out.dtype), share.own(lse))
 
 
-def _all_to_all(partial: Partial, mesh: CPMesh) -> Tensor:
-    received = mesh.all_to_all(_chunks(pack(partial), mesh), "dcp")
-    out, lse = unpack(received, partial.out.dtype)
-    return merge_stacked(out, lse).out
+class _Share(NamedTuple):
+    """Which rows and heads each member of the group gets of `[T, N, ...]`.
 
+    Members are tp-major, pcp-minor (`Topology.groups`): heads go by the place on the TP axis, rows
+    by that on the PCP axis.
+    """
 
-def _scale_own(partial: Partial, mesh: CPMesh) -> Tensor:
-    """This rank's output times its share of the softmax mass, in fp32 or better."""
-    weights, _ = scale_weights(mesh.all_gather(partial.lse, "dcp"))
-    return weigh(partial.out, weights[mesh.rank("dcp")])
+    mesh: CPMesh
+    prefill: Prefill | None
 
+    def chunks(self, x: Tensor) -> Tensor:
+        """`[T, N, ...]` to `[members, rows, n, ...]`, rows padded where members have shares."""
+        k = self.mesh.size("dcp_tp")
+        if self.prefill is not None:
+            return rearrange(x[self.prefill.spread], "p t (k n) v -> (k p) t n v", k=k)
+        chunks = rearrange(x, "t (k n) v -> k t n v", k=k)
+        copies = self.mesh.size("dcp") // k
+        return chunks if copies == 1 else chunks.repeat_interleave(copies, 0)
 
-def _chunks(x: Tensor, mesh: CPMesh) -> Tensor:
-    """`[T, N, ...]` to `[members, T, n, ...]`: the heads that each member of the group owns."""
-    k = mesh.size("dcp_tp")
-    chunks = rearrange(x, "t (k n) v -> k t n v", k=k)
-    copies = mesh.size("dcp") // k  # members are tp-major, pcp-minor (`Topology.groups`)
-    return chunks if copies == 1 else chunks.repeat_interleave(copies, 0)
+    def unpad(self, rows: Tensor) -> Tensor:
+        """What arrived, without the padding."""
+        if self.prefill is None:
+            return rows
+        return rows[: self.prefill.counts[self.mesh.rank("pcp")]]
+
+    def own(self, x: Tensor) -> Tensor:
+        """This rank's part of something that it has whole, `[T, N, ...]`."""
+        if self.prefill is not None:
+            x = x[self.unpad(self.prefill.spread[self.mesh.rank("pcp")])]
+        n = x.shape[1] // self.mesh.size("dcp_tp")
+        return x.narrow(1, self.mesh.rank("dcp_tp") * n, n)
 
 
 def pack(partial: Partial) -> Tensor:

@@ -5,15 +5,13 @@ rank, H head dim, k TP neighbours in a DCP group, p PCP ranks, g = k*p DCP ranks
 
     q, k, v = project(x)                              # q: own n heads, or k*n with TPA
     q, k    = rope(norm(q)), rope(norm(k))
-    prefill rows: out = PCPPrefillAttention(q, k, v, cache)
     decode rows:  cache.write(k, v)
-                  q = gather_heads(q)                 # nothing to do with TPA
+                  q = gather over the group           # nothing to do with TPA
                   out = combine(attend_cached(q))     # each rank: the keys it owns
+    prefill rows: by the strategy of PCPPrefillAttention: queries travel as above, or keys do
     y = o_proj(out)                                   # all-reduce over tp
 
-Chunks of prompts that follow cached tokens go the way of decode rows where PCP does not split them.
-
-Communication of a decode step per layer, before o_proj:
+Communication of a decode step per layer, before o_proj (`cplayers.attention.costs` has prefill):
 
 | q_proj | combine | collectives | sent per rank, bytes (p = 1: g = k)                            |
 |--------|---------|-------------|----------------------------------------------------------------|
@@ -27,26 +25,26 @@ Every degree 1 is the plain layer: no collective, no copy.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from cplayers.attention.cached import attend_cached, gather_heads
-from cplayers.attention.combine import Combine, combine
-from cplayers.attention.gather_kv import CachedLayer, Planes
+from cplayers.attention.combine import Combine
+from cplayers.attention.costs import Sizes
+from cplayers.attention.gather_q import Visit, visit
 from cplayers.attention.heads import head_shard
 from cplayers.attention.layer import CachedAttention, Rows
 from cplayers.attention.linear import RowParallelLinear, adopt
-from cplayers.attention.prefill import PCPPrefillAttention, PrefillResult
+from cplayers.attention.planes import CachedLayer, Planes
+from cplayers.attention.prefill import PCPPrefillAttention
+from cplayers.attention.scoring import Scoring
 from cplayers.attention.tpa import TPAQProj
 from cplayers.cache import GQASpec
-from cplayers.cache.plan import Prefill, Writes
-from cplayers.cache.reads import Read
+from cplayers.cache.prefill import Prefill
 from cplayers.errors import ConfigError
 from cplayers.mesh import CPMesh, validate
-from cplayers.ops import apply_rope, require_backend
+from cplayers.ops import Partial, apply_rope, require_backend
 
 QProj = Literal["gather", "tpa"]
 
@@ -65,7 +63,10 @@ class DCPGQAAttention(CachedAttention):
         combine: How partial outputs are combined, see `cplayers.attention.combine`.
         prefill: Core for prompts; by default a `PCPPrefillAttention` with strategy ``"auto"``.
         backend: Local attention backend, see `cplayers.ops.attend`.
+        window: Sliding window in tokens: a query at p sees p - window + 1 .. p; ``None``: all.
         softcap: Soft cap on the logits, or ``None``.
+        sinks: Whether each head has an attention sink, a learned logit in the denominator
+            (gpt-oss).
         scale: Factor on the logits; ``head_dim ** -0.5`` by default.
         qk_norm: Epsilon of an RMS norm on each head of q and k (Qwen3), or ``None``.
         bias: Bias on the q, k and v projections (Qwen2).
@@ -88,7 +89,9 @@ class DCPGQAAttention(CachedAttention):
         combine: Combine = "a2a",
         prefill: PCPPrefillAttention | None = None,
         backend: str = "auto",
+        window: int | None = None,
         softcap: float | None = None,
+        sinks: bool = False,
         scale: float | None = None,
         qk_norm: float | None = None,
         bias: bool = False,
@@ -105,15 +108,16 @@ class DCPGQAAttention(CachedAttention):
             combine=combine,
             q_proj=q_proj,
             head_dim=head_dim,
+            window=window,
         )
         require_backend(backend)
         if head_dim % 2:
             raise ConfigError(f"head_dim={head_dim}", "rope turns pairs", "make it even")
         self.hidden_size, self.head_dim, self.value_dim = hidden_size, head_dim, head_dim
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.layer_idx, self.combine, self.backend = layer_idx, combine, backend
-        self.scale = head_dim**-0.5 if scale is None else scale
-        self.softcap, self.mesh = softcap, mesh
+        self.layer_idx, self.combine, self.mesh = layer_idx, combine, mesh
+        scale = head_dim**-0.5 if scale is None else scale
+        self.scoring = Scoring(scale, softcap, window, backend)
         self.heads = head_shard(
             mesh.topology, mesh.rank("tp"), num_heads, num_kv_heads, replicate_q=q_proj == "tpa"
         )
@@ -127,6 +131,7 @@ class DCPGQAAttention(CachedAttention):
         self.o_proj = RowParallelLinear(
             self.heads.num_own * head_dim, hidden_size, bias=o_bias, mesh=mesh
         )
+        self.sinks = nn.Parameter(torch.zeros(self.heads.num_own)) if sinks else None
         self.q_norm: nn.Module | None
         self.k_norm: nn.Module | None
         self.q_norm, self.k_norm = (
@@ -139,53 +144,39 @@ class DCPGQAAttention(CachedAttention):
         """What this layer stores per token on this rank."""
         return GQASpec(self.heads.num_kv, self.head_dim)
 
+    @property
+    def sizes(self) -> Sizes:
+        """What this layer moves per token."""
+        return Sizes(
+            own_heads=self.heads.num_own,
+            query_dim=self.head_dim,
+            value_dim=self.head_dim,
+            stored=2 * self.heads.num_kv * self.head_dim,
+            itemsize=self.o_proj.weight.dtype.itemsize,
+            combine=self.combine,
+            replicated=isinstance(self.q_proj, TPAQProj),
+        )
+
     def _project(self, x: Tensor, cos: Tensor, sin: Tensor) -> Rows:
         k = self._heads(self.k_proj(x), self.k_norm, cos, sin)
         return Rows(x, cos, sin, (k, self._split(self.v_proj(x))))
 
-    def _decode(self, rows: Rows, layer: CachedLayer) -> Tensor:
-        return self._visit(rows, layer, layer.plan.decode_writes, layer.plan.reads())
+    def _decode(self, rows: Rows, layer: CachedLayer) -> Partial:
+        return self._visit(rows, layer, None)
 
-    def _prompt(self, rows: Rows, layer: CachedLayer, prefill: Prefill) -> Tensor:
-        if self._chunks_visit(prefill):
-            (writes,) = layer.plan.prefill_writes
-            return self._visit(rows, layer, writes, layer.plan.prefill_reads())
+    def _prompt(self, rows: Rows, layer: CachedLayer, prefill: Prefill) -> Partial:
+        strategy = self.prefill.choose(prefill, self.sizes)
+        if strategy == "gather_q":
+            return self._visit(rows, layer, prefill)
         project = self.q_proj.own if isinstance(self.q_proj, TPAQProj) else self.q_proj
         q = self._heads(project(rows.x), self.q_norm, rows.cos, rows.sin)
-        result: PrefillResult = self.prefill(
-            q,
-            *rows.planes,
-            prefill,
-            scale=self.scale,
-            softcap=self.softcap,
-            expand=self._read_by_own,
-            cached=layer,
-        )
-        return result.out
+        scoring, expand = self.scoring, self._read_by_own
+        return self.prefill.fetch(q, rows.planes, prefill, strategy, scoring, expand, layer)
 
-    def _chunks_visit(self, prefill: Prefill) -> bool:
-        """Whether chunks go the way of decode rows: they follow cached tokens and are whole."""
-        whole = self.mesh.size("pcp") == 1 and bool(prefill.context.sources)
-        return whole and self.prefill.strategy == "auto"
-
-    def _visit(
-        self, rows: Rows, layer: CachedLayer, writes: Writes, reads: Sequence[Read]
-    ) -> Tensor:
-        """Strategy ``gather_q``: the group's heads of the rows visit the keys of every rank."""
-        layer.cache.write(layer.plan, self.layer_idx, writes, *rows.planes)
+    def _visit(self, rows: Rows, layer: CachedLayer, prefill: Prefill | None) -> Partial:
         q = self._heads(self.q_proj(rows.x), self.q_norm, rows.cos, rows.sin)
-        if not isinstance(self.q_proj, TPAQProj):
-            q = gather_heads(q, self.mesh)
-        partial = attend_cached(
-            q,
-            layer.cache,
-            reads,
-            self.layer_idx,
-            scale=self.scale,
-            softcap=self.softcap,
-            backend=self.backend,
-        )
-        return combine(partial, self.mesh, self.combine)
+        how = Visit(self.combine, isinstance(self.q_proj, TPAQProj))
+        return visit(q, rows.planes, layer, self.scoring, how, self.mesh, prefill)
 
     def _read_by_own(self, planes: Planes) -> tuple[Tensor, Tensor]:
         """Of this rank's KV heads those that its own query heads read."""
@@ -213,6 +204,7 @@ class DCPGQAAttention(CachedAttention):
         head_dim: int,
         q_norm: nn.Module | None = None,
         k_norm: nn.Module | None = None,
+        sinks: nn.Parameter | None = None,
         mode: QProj = "gather",
         mesh: CPMesh,
         **kwargs: Any,
@@ -227,6 +219,7 @@ class DCPGQAAttention(CachedAttention):
             head_dim: Dimension of a head.
             q_norm: Norm on each query head, used as it is.
             k_norm: Norm on each key head, used as it is.
+            sinks: Attention sinks of all heads `[N]`, or ``None``.
             mode: The layer's ``q_proj`` argument.
             mesh: The ranks.
             **kwargs: Further arguments of the constructor (``layer_idx``, ``combine``, ...).
@@ -241,6 +234,7 @@ class DCPGQAAttention(CachedAttention):
                 q_proj=mode,
                 bias=q_proj.bias is not None,
                 o_bias=o_proj.bias is not None,
+                sinks=sinks is not None,
                 mesh=mesh,
                 **kwargs,
             )
@@ -250,7 +244,9 @@ class DCPGQAAttention(CachedAttention):
         adopt(layer.k_proj, k_proj, dim=0, rows=heads.kv, head_dim=head_dim)
         adopt(layer.v_proj, v_proj, dim=0, rows=heads.kv, head_dim=head_dim)
         adopt(layer.o_proj, o_proj, dim=1, rows=heads.own, head_dim=head_dim)
-        layer.q_norm, layer.k_norm = q_norm, k_norm
+        layer.q_norm, layer.k_norm, layer.sinks = q_norm, k_norm, sinks
+        if sinks is not None:
+            sinks.data = sinks.data[slice(*heads.own)].clone()
         return layer.train(q_proj.training)
 
     @classmethod
@@ -267,7 +263,7 @@ class DCPGQAAttention(CachedAttention):
             **kwargs: Further arguments of the constructor.
         """
         plain: Any = module
-        names = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "head_dim")
+        names = ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm", "head_dim", "sinks")
         known: dict[str, Any] = {name: getattr(plain, name, None) for name in names}
         known |= {"layer_idx": plain.layer_idx, "scale": plain.scaling}
         return cls.from_full(mode=q_proj, mesh=mesh, **known, **kwargs)

@@ -14,16 +14,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from cplayers.attention.cached import require_spread
 from cplayers.attention.combine import Combine
-from cplayers.attention.gather_kv import CachedLayer
+from cplayers.attention.costs import Sizes
 from cplayers.attention.heads import HeadShard
 from cplayers.attention.linear import RowParallelLinear
+from cplayers.attention.planes import CachedLayer
 from cplayers.attention.prefill import PCPPrefillAttention
+from cplayers.attention.scoring import Scoring
 from cplayers.cache import CacheSpec, PagedKVCache, StepPlan
-from cplayers.cache.plan import Prefill
+from cplayers.cache.prefill import Prefill
 from cplayers.errors import ConfigError
 from cplayers.mesh import CPMesh
+from cplayers.ops import Partial, add_sink
 
 
 class Rows(NamedTuple):
@@ -49,6 +51,19 @@ class Rows(NamedTuple):
         return Rows(x, cos, sin, tuple([plane[start:stop] for plane in self.planes]))
 
 
+def require_spread(cache: PagedKVCache, mesh: CPMesh) -> None:
+    """Raise ConfigError unless ``cache`` is spread over the ranks of ``mesh``."""
+    view, rank, size = cache.view_of_rank, mesh.rank, mesh.size
+    has = (view.cp_rank, view.layout.cp_size, view.pcp_rank, view.pcp_size)
+    wanted = (rank("dcp"), size("dcp"), rank("pcp"), size("pcp"))
+    if has != wanted:
+        raise ConfigError(
+            f"a cache with cp_rank, cp_size, pcp_rank, pcp_size = {has}",
+            f"this rank of {mesh} has {wanted}: it would miss keys, or count them twice",
+            "build the cache from mesh.rank and mesh.size of 'dcp' and 'pcp'",
+        )
+
+
 class CachedAttention(nn.Module):
     """Base of the attention layers: the rows of a step, decoding and prefill apart.
 
@@ -57,9 +72,10 @@ class CachedAttention(nn.Module):
         layer_idx: Layer index in the cache.
         heads: Query heads of this rank and of its group.
         value_dim: Dimension of a head's output.
+        scoring: How keys are scored.
         combine: How partial outputs are combined.
-        backend: Local attention backend.
         prefill: Core for prompts.
+        sinks: Logit of a key without a value, one per own head `[n]`, or ``None``.
         o_proj: Output projection.
     """
 
@@ -67,15 +83,21 @@ class CachedAttention(nn.Module):
     layer_idx: int
     heads: HeadShard
     value_dim: int
+    scoring: Scoring
     combine: Combine
-    backend: str
     prefill: PCPPrefillAttention
+    sinks: nn.Parameter | None
     o_proj: RowParallelLinear
 
     @property
     @abstractmethod
     def cache_spec(self) -> CacheSpec:
         """What this layer stores per token on this rank."""
+
+    @property
+    @abstractmethod
+    def sizes(self) -> Sizes:
+        """What this layer moves per token when queries travel or keys do."""
 
     def forward(
         self,
@@ -111,32 +133,44 @@ class CachedAttention(nn.Module):
         rows, layer = self._project(x, cos, sin), CachedLayer(cache, plan, self.layer_idx)
         decode, outs = plan.num_decode, list[Tensor]()
         if decode:
-            outs.append(self._decode(rows.part(0, decode), layer))
+            outs.append(self._with_sinks(self._decode(rows.part(0, decode), layer)))
         if plan.prefill is not None:
             part = rows.part(decode, plan.num_rows)
-            outs.append(self._prompt(part, layer, plan.prefill))
+            outs.append(self._with_sinks(self._prompt(part, layer, plan.prefill)))
         if not outs:  # a step without tokens
             outs = [x.new_zeros(0, self.heads.num_own, self.value_dim)]
         out = outs[0] if len(outs) == 1 else torch.cat(outs)
         y: Tensor = self.o_proj(out.flatten(1))
         return y.view(hidden_states.shape)
 
+    def explain(self, plan: StepPlan) -> str:
+        """Which strategy the prefill of a step takes, what each would send, and why.
+
+        Args:
+            plan: The step.
+        """
+        return self.prefill.explain(plan, self.sizes)
+
+    def _with_sinks(self, partial: Partial) -> Tensor:
+        """The output, once all keys are in it: sinks are counted once, after the merge."""
+        return partial.out if self.sinks is None else add_sink(partial, self.sinks).out
+
     @abstractmethod
     def _project(self, x: Tensor, cos: Tensor, sin: Tensor) -> Rows:
         """What the cache stores of the rows, and what their queries are projected from."""
 
     @abstractmethod
-    def _decode(self, rows: Rows, layer: CachedLayer) -> Tensor:
-        """Own heads' output `[T, n, V]` of decode rows; writes them to the cache."""
+    def _decode(self, rows: Rows, layer: CachedLayer) -> Partial:
+        """Own heads' attention of decode rows; writes them to the cache."""
 
     @abstractmethod
-    def _prompt(self, rows: Rows, layer: CachedLayer, prefill: Prefill) -> Tensor:
+    def _prompt(self, rows: Rows, layer: CachedLayer, prefill: Prefill) -> Partial:
         """The same of prefill rows."""
 
     def extra_repr(self) -> str:
         """What runs, and how it is spread."""
         size = self.mesh.size
         return (
-            f"layer_idx={self.layer_idx}, combine={self.combine}, backend={self.backend}, "
+            f"layer_idx={self.layer_idx}, combine={self.combine}, backend={self.scoring.backend}, "
             f"tp={size('tp')}, dcp={size('dcp')}, pcp={size('pcp')}"
         )

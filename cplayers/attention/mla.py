@@ -15,8 +15,8 @@ g = k*p DCP ranks, e bytes a value.
       replicate_q  the group's heads are projected here: nothing is gathered
                    out = combine(W_UV attend_cached(q))       # L-wide results never travel
       gather_kv    out = W_UV attend(q, latents of all ranks, piece by piece)
-    prefill rows: new latents gathered over PCP, written; cached ones over DCP piece by piece
-                  each expanded to keys and values, or q absorbed where its rows are few; merged
+    prefill rows: by the strategy of PCPPrefillAttention; where keys travel they are latents,
+                  expanded here to keys and values, or q absorbed where its rows are few
     y = o_proj(out)                                           # all-reduce over tp
 
 Communication of a decode step per layer, before o_proj (p = 1: g = k):
@@ -42,14 +42,17 @@ from typing import Any, Literal, NamedTuple, Self, get_args
 import torch
 from torch import Tensor, nn
 
-from cplayers.attention.cached import attend_cached, gather_heads, gather_heads_bytes
-from cplayers.attention.combine import Combine, combine, combine_bytes
-from cplayers.attention.gather_kv import CachedLayer, Expand, Logits, attend_context
+from cplayers.attention.combine import Combine
+from cplayers.attention.costs import Sizes
+from cplayers.attention.gather_kv import attend_context
+from cplayers.attention.gather_q import Visit, visit
 from cplayers.attention.layer import Rows
 from cplayers.attention.mla_projections import MLAProjections
+from cplayers.attention.planes import CachedLayer, Expand
 from cplayers.attention.prefill import PCPPrefillAttention
+from cplayers.attention.scoring import Scoring
 from cplayers.cache import StepPlan
-from cplayers.cache.plan import Prefill
+from cplayers.cache.prefill import Prefill
 from cplayers.errors import ConfigError
 from cplayers.mesh import CPMesh, validate
 from cplayers.ops import Partial, merge, require_backend, yarn_mscale
@@ -161,12 +164,26 @@ class DCPMLAAttention(MLAProjections):
             mesh=mesh,
         )
         self.layer_idx, self.decode, self.combine = layer_idx, decode, combine
-        self.backend, self.softcap = backend, softcap
         if scale is None:
             scale = (self.nope_dim + self.rope_dim) ** -0.5
             scale *= yarn_mscale(yarn_factor, yarn_mscale_all_dim) ** 2
-        self.scale = scale
+        self.scoring = Scoring(scale, softcap, None, backend)
+        self.sinks = None
         self.prefill = prefill or PCPPrefillAttention(backend=backend, mesh=mesh)
+
+    @property
+    def sizes(self) -> Sizes:
+        """What this layer moves per token."""
+        wide = self.kv_lora_rank + self.rope_dim
+        return Sizes(
+            own_heads=self.heads.num_own,
+            query_dim=wide,
+            value_dim=self.value_dim if self.replicate else self.kv_lora_rank,
+            stored=wide,
+            itemsize=self.o_proj.weight.dtype.itemsize,
+            combine=self.combine,
+            replicated=self.replicate,
+        )
 
     def decode_strategy(self, plan: StepPlan) -> str:
         """How a step's decode rows are attended to; ``"auto"`` resolved.
@@ -179,80 +196,40 @@ class DCPMLAAttention(MLAProjections):
         """
         if self.decode != "auto":
             return self.decode
-        queries, keys = self.decode_bytes(plan)
-        return "gather_kv" if keys < queries else "gather_q"
+        topology, sizes = self.mesh.topology, self.sizes
+        keys = sizes.fetch(topology, new=0, cached=plan.decode_context.width)
+        return "gather_kv" if keys < sizes.visit(topology, plan.num_decode) else "gather_q"
 
-    def decode_bytes(self, plan: StepPlan) -> tuple[int, int]:
-        """What gather_q and gather_kv would send per rank for a step's decode rows, in bytes.
-
-        Args:
-            plan: The step.
-        """
-        topology, itemsize = self.mesh.topology, self.o_proj.weight.dtype.itemsize
-        rows, own, wide = plan.num_decode, self.heads.num_own, self.kv_lora_rank + self.rope_dim
-        queries = gather_heads_bytes(
-            topology, rows=rows, own_heads=own, head_dim=wide, itemsize=itemsize
-        ) + combine_bytes(
-            self.combine,
-            topology,
-            rows=rows,
-            own_heads=own,
-            value_dim=self.kv_lora_rank,
-            itemsize=itemsize,
-        )
-        return queries, (topology.dcp - 1) * plan.decode_context.width * wide * itemsize
-
-    def _decode(self, rows: Rows, layer: CachedLayer) -> Tensor:
-        cache, plan, index = layer
-        cache.write(plan, index, plan.decode_writes, *rows.planes)
-        strategy = self.decode_strategy(plan)
-        if strategy == "gather_kv":
-            return self._gather_kv(rows, layer)
-        up = self._up(own=strategy == "gather_q")
-        q = up.absorb(*self._queries(rows, own=strategy == "gather_q"))
-        if strategy == "gather_q":
-            q = gather_heads(q, self.mesh)
-        out, lse = attend_cached(
-            q,
-            cache,
-            plan.reads(),
-            index,
-            scale=self.scale,
-            softcap=self.softcap,
-            backend=self.backend,
-        )
-        if strategy == "gather_q":
-            return up.values(combine(Partial(out, lse), self.mesh, self.combine))
-        return combine(Partial(up.values(out), lse), self.mesh, self.combine)
-
-    def _gather_kv(self, rows: Rows, layer: CachedLayer) -> Tensor:
-        form = self._own_form(rows)
-        partials: list[Partial] = []
+    def _decode(self, rows: Rows, layer: CachedLayer) -> Partial:
+        if self.decode_strategy(layer.plan) != "gather_kv":
+            return self._visit(rows, layer, None)
+        layer.cache.write(layer.plan, self.layer_idx, layer.plan.decode_writes, *rows.planes)
+        form, partials = self._own_form(rows), list[Partial]()
+        context, workspace = layer.plan.decode_context, self.prefill.workspace_tokens
         for partial in attend_context(
-            form.q,
-            layer,
-            layer.plan.decode_context,
-            form.expand,
-            Logits(self.scale, self.softcap, self.backend),
-            self.mesh,
-            self.prefill.workspace_tokens,
+            form.q, layer, context, form.expand, self.scoring, self.mesh, workspace
         ):
             partials = [merge([*partials, partial])]
-        return form.finish(partials[0].out)  # a row that decodes sees itself: there is one
+        (partial,) = partials  # a row that decodes sees itself: there is one
+        return Partial(form.finish(partial.out), partial.lse)
 
-    def _prompt(self, rows: Rows, layer: CachedLayer, prefill: Prefill) -> Tensor:
+    def _prompt(self, rows: Rows, layer: CachedLayer, prefill: Prefill) -> Partial:
+        strategy = self.prefill.choose(prefill, self.sizes)
+        if strategy == "gather_q":
+            return self._visit(rows, layer, prefill)
         form = self._own_form(rows)
-        result = self.prefill(
-            form.q,
-            *rows.planes,
-            None,
-            prefill,
-            scale=self.scale,
-            softcap=self.softcap,
-            expand=form.expand,
-            cached=layer,
+        out, lse = self.prefill.fetch(
+            form.q, rows.planes, prefill, strategy, self.scoring, form.expand, layer
         )
-        return form.finish(result.out)
+        return Partial(form.finish(out), lse)
+
+    def _visit(self, rows: Rows, layer: CachedLayer, prefill: Prefill | None) -> Partial:
+        """The queries go into the latent and visit the stored rows of every rank."""
+        up = self._up(own=not self.replicate)
+        q = up.absorb(*self._queries(rows, own=not self.replicate))
+        how = Visit(self.combine, self.replicate, up.values if self.replicate else None)
+        out, lse = visit(q, rows.planes, layer, self.scoring, how, self.mesh, prefill)
+        return Partial(out if self.replicate else up.values(out), lse)
 
     def _own_form(self, rows: Rows) -> OwnForm:
         """The cheaper form for these rows; the choice is this rank's own, both are exact."""

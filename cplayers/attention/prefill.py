@@ -1,63 +1,50 @@
 """Attention of prompts, their tokens spread zigzag over PCP: `PCPPrefillAttention`.
 
-A rank holds the queries, keys and values of its own new tokens. Under strategy ``gather_kv``
-(`cplayers.attention.gather_kv`) the keys travel: new ones over PCP in one collective, those of the
-cached context over DCP piece by piece through a bounded workspace; every rank finishes its own
-queries, and nothing is combined.
+A rank holds the queries, keys and values of its own new tokens; cached ones are spread over DCP.
+Who travels is the strategy:
 
-    shards = all-gather (K, V) over PCP                       -> written to the cache
-    partials of the own queries over each shard, and over each piece of the cached context
-    merge                                                     -> out of the own queries
+| strategy  | moves                                  | then                                        |
+|-----------|----------------------------------------|---------------------------------------------|
+| gather_q  | queries; new keys to their owners      | results are combined (`gather_q`)           |
+| gather_kv | new keys, cached ones piece by piece   | own queries are finished here (`gather_kv`) |
+| ring      | the same, one hop at a time            | likewise (`ring`)                           |
+| auto      | per step the one of gather_q and gather_kv that sends fewer bytes (`costs`)          |
 
-Padding: the all-gather over PCP sends ``width`` rows, the largest share: at most
+Where nothing needs to travel the strategies are the same: prompts without cached context and
+without PCP are attended to as they are, and with dcp = 1 every rank has all cached keys, so that
+gather_q is gather_kv there.
+
+Padding: what is gathered over PCP has ``width`` rows a rank, the largest share: at most
 ``2 * ceil(P / 2p)`` for a prompt of P tokens, and at most the sum of that over several. Where 2p
 divides P there is none; for one prompt of about 2,000 tokens on up to 8 ranks it is at most 0.8 %.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 from torch import Tensor, nn
 
-from cplayers.attention.gather_kv import (
-    CachedLayer,
-    Expand,
-    Logits,
-    Planes,
-    attend_context,
-    attend_new,
-    gather_new,
-)
-from cplayers.cache.plan import Prefill
+from cplayers.attention.costs import Sizes
+from cplayers.attention.gather_kv import attend_context, attend_new
+from cplayers.attention.gather_q import Visit, visit
+from cplayers.attention.planes import CachedLayer, Expand, Planes, elements
+from cplayers.attention.ring import ring_context, ring_new
+from cplayers.attention.scoring import Scoring
+from cplayers.cache import StepPlan
+from cplayers.cache.prefill import Prefill
 from cplayers.errors import ConfigError
 from cplayers.mesh import CPMesh
-from cplayers.ops import empty, merge, require_backend
+from cplayers.ops import Partial, empty, merge, require_backend
 
-STRATEGIES = ("auto", "gather_kv")
+STRATEGIES = ("auto", "gather_q", "gather_kv", "ring")
 WORKSPACE_TOKENS = 16384
 """Default of ``workspace_tokens``: 18 MiB of MLA latents (512 + 64) in bf16, gathered at a time."""
-
-
-class PrefillResult(NamedTuple):
-    """What `PCPPrefillAttention` returns.
-
-    Attributes:
-        out: Attention output of this rank's rows `[T, N, V]`.
-        shards: The new rows of each PCP rank, per rank one `[width, heads, dim]` a plane.
-    """
-
-    out: Tensor
-    shards: list[Planes]
 
 
 class PCPPrefillAttention(nn.Module):
     """Weightless core of prefill under prefill context parallelism.
 
     Args:
-        strategy: ``"gather_kv"``, or ``"auto"``, with which a layer may let the queries of a chunk
-            visit the cache instead, where they need not travel for it.
+        strategy: One of ``STRATEGIES``; see the module's table.
         workspace_tokens: Most cached tokens of all ranks that are gathered at a time.
         backend: See `cplayers.ops.attend`.
         mesh: The ranks.
@@ -91,6 +78,61 @@ class PCPPrefillAttention(nn.Module):
         self.strategy, self.workspace_tokens = strategy, workspace_tokens
         self.backend, self.mesh = backend, mesh
 
+    def choose(self, prefill: Prefill, sizes: Sizes) -> str:
+        """The strategy of a step; the same on all ranks, as it depends on what they share.
+
+        Args:
+            prefill: ``plan.prefill``.
+            sizes: What the layer moves per token.
+
+        Returns:
+            ``"gather_q"``, ``"gather_kv"`` or ``"ring"``.
+        """
+        size = self.mesh.size
+        stays = size("pcp") == 1 and (size("dcp") == 1 or not prefill.context.sources)
+        if stays or size("dcp") == 1:
+            return "ring" if self.strategy == "ring" else "gather_kv"
+        if self.strategy != "auto":
+            return self.strategy
+        sent = self.costs(prefill, sizes)
+        return "gather_q" if sent["gather_q"] < sent["gather_kv"] else "gather_kv"
+
+    def costs(self, prefill: Prefill, sizes: Sizes) -> dict[str, int]:
+        """Bytes that each strategy sends per rank and layer, where dcp is above 1.
+
+        Args:
+            prefill: ``plan.prefill``.
+            sizes: What the layer moves per token.
+        """
+        topology = self.mesh.topology
+        keys = sizes.fetch(topology, new=prefill.width, cached=prefill.context.width)
+        return {
+            "gather_q": sizes.chunks_visit(topology, prefill),
+            "gather_kv": keys,
+            "ring": keys,
+        }
+
+    def explain(self, plan: StepPlan, sizes: Sizes) -> str:
+        """Which strategy a step takes, the bytes of each, and why.
+
+        Args:
+            plan: The step.
+            sizes: What the layer moves per token.
+        """
+        prefill = plan.prefill
+        if prefill is None:
+            return f"no prefill: {plan.num_decode} decode rows"
+        head = (
+            f"{self.choose(prefill, sizes)}: {prefill.num_tokens} new tokens over "
+            f"{prefill.context.tokens} cached ones"
+        )
+        if self.mesh.size("dcp") == 1:
+            return f"{head}; with dcp=1 every rank has all cached keys, so that queries stay"
+        sent = self.costs(prefill, sizes)
+        lines = [f"  {name:9} {count:>14,} bytes a rank and layer" for name, count in sent.items()]
+        why = "fewest bytes" if self.strategy == "auto" else f"strategy={self.strategy!r} was asked"
+        return "\n".join([f"{head}; {why}", *lines])
+
     def forward(
         self,
         q: Tensor,
@@ -100,9 +142,11 @@ class PCPPrefillAttention(nn.Module):
         *,
         scale: float,
         softcap: float | None = None,
+        window: int | None = None,
         expand: Expand | None = None,
         cached: CachedLayer | None = None,
-    ) -> PrefillResult:
+        how: Visit | None = None,
+    ) -> Partial:
         """Attend to the new tokens and, with ``cached``, to the context that they follow.
 
         Args:
@@ -112,39 +156,81 @@ class PCPPrefillAttention(nn.Module):
             prefill: ``plan.prefill``.
             scale: Factor on the logits.
             softcap: Soft cap on the logits, or ``None``.
+            window: Sliding window, or ``None``.
             expand: Turns planes, ``(k, v)`` or ``(k,)``, into the keys and values that the queries
-                read; by default they are.
-            cached: The layer of the cache, which the new tokens are written to first.
+                read; by default they are. Not for ``gather_q``, whose queries read the cache.
+            cached: The layer of the cache, to which the new tokens are written.
+            how: For ``gather_q``: how queries travel, and how results are combined.
 
         Returns:
-            The output, and the new tokens of all PCP ranks as they arrived.
+            Attention of this rank's rows: out `[T, N, V]`, lse `[T, N]`.
 
         Raises:
-            ConfigError: If the rows follow cached tokens and ``cached`` is missing.
+            ConfigError: If the rows follow cached tokens, or the strategy reads new ones from the
+                cache, and ``cached`` is missing.
         """
-        if cached is None and prefill.context.sources:
+        planes: Planes = (k,) if v is None else (k, v)
+        how = how or Visit()
+        scoring = Scoring(scale, softcap, window, self.backend)
+        strategy = self.choose(prefill, self._sizes(q, planes, how))
+        if cached is None and (prefill.context.sources or strategy == "gather_q"):
             raise ConfigError(
-                f"{prefill.context.tokens} cached tokens and no cache",
-                "a chunk of a prompt sees the tokens before it",
+                f"{prefill.context.tokens} cached tokens, strategy={strategy!r} and no cache",
+                "a chunk of a prompt sees the tokens before it, and gather_q reads the cache",
                 "pass cached=CachedLayer(cache, plan, layer)",
             )
-        planes: Planes = (k,) if v is None else (k, v)
-        expand = expand or _as_they_are
-        logits = Logits(scale, softcap, self.backend)
-        shards = gather_new(planes, prefill, self.mesh)
-        partials = list(attend_new(q, shards, prefill, expand, logits))
+        if strategy == "gather_q":
+            assert cached is not None
+            return visit(q, planes, cached, scoring, how, self.mesh, prefill)
+        return self.fetch(q, planes, prefill, strategy, scoring, expand or _as_they_are, cached)
+
+    def fetch(
+        self,
+        q: Tensor,
+        planes: Planes,
+        prefill: Prefill,
+        strategy: str,
+        scoring: Scoring,
+        expand: Expand,
+        cached: CachedLayer | None,
+    ) -> Partial:
+        """Attend with own queries to keys that come here, by ``gather_kv`` or ``ring``.
+
+        Args:
+            q: Own queries `[T, N, H]`.
+            planes: What the cache stores of own rows.
+            prefill: ``plan.prefill``.
+            strategy: ``"gather_kv"`` or ``"ring"``.
+            scoring: How keys are scored.
+            expand: Planes to the keys and values that the queries read.
+            cached: The layer, or ``None`` where there is no context.
+        """
+        new, context = (
+            (ring_new, ring_context) if strategy == "ring" else (attend_new, attend_context)
+        )
+        partials = list(new(q, planes, prefill, cached, expand, scoring, self.mesh))
         if cached is not None:
-            write_shards(cached, shards)
-            for partial in attend_context(
-                q, cached, prefill.context, expand, logits, self.mesh, self.workspace_tokens
+            for partial in context(
+                q, cached, prefill.context, expand, scoring, self.mesh, self.workspace_tokens
             ):
                 partials = [merge([*partials, partial])]  # one by one, so that memory is bounded
         if not partials:  # no rows on this rank
             _, values = expand([plane[:0] for plane in planes])
-            size = q.shape[0], q.shape[1], values.shape[-1]
-            partials = [empty(*size, dtype=q.dtype, device=q.device)]
-        out = partials[0].out if len(partials) == 1 else merge(partials).out
-        return PrefillResult(out, shards)
+            return empty(len(q), q.shape[1], values.shape[-1], dtype=q.dtype, device=q.device)
+        return partials[0] if len(partials) == 1 else merge(partials)
+
+    def _sizes(self, q: Tensor, planes: Planes, how: Visit) -> Sizes:
+        """Of a call without a layer."""
+        copies = self.mesh.size("dcp_tp") if how.replicated else 1
+        return Sizes(
+            own_heads=q.shape[1] // copies,
+            query_dim=q.shape[2],
+            value_dim=planes[-1].shape[2],
+            stored=elements(planes),
+            itemsize=q.dtype.itemsize,
+            combine=how.combine,
+            replicated=how.replicated,
+        )
 
     def extra_repr(self) -> str:
         """Strategy, workspace, backend and size of the PCP axis."""
@@ -152,18 +238,6 @@ class PCPPrefillAttention(nn.Module):
             f"strategy={self.strategy}, workspace_tokens={self.workspace_tokens}, "
             f"backend={self.backend}, pcp={self.mesh.size('pcp')}"
         )
-
-
-def write_shards(cached: CachedLayer, shards: Sequence[Planes]) -> None:
-    """Store what this rank owns of the new tokens of all PCP ranks.
-
-    Args:
-        cached: The layer.
-        shards: New rows of each PCP rank.
-    """
-    cache, plan, layer = cached
-    for writes, planes in zip(plan.prefill_writes, shards, strict=True):
-        cache.write(plan, layer, writes, *planes)
 
 
 def _as_they_are(planes: Planes) -> tuple[Tensor, Tensor]:

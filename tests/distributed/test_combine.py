@@ -70,7 +70,13 @@ def merged(partials: list[Partial]) -> Tensor:
     return total
 
 
-def combine_drawn(topology: Topology, how: str, rows: int, own: int, *rest: Any) -> Tensor:
+def merged_lse(partials: list[Partial]) -> Tensor:
+    """Log of the sum of the finite partials' mass, fp64."""
+    lse = torch.stack([p.lse.double() for p in partials])
+    return torch.where(lse.isfinite(), lse, -math.inf).logsumexp(0)
+
+
+def combine_drawn(topology: Topology, how: str, rows: int, own: int, *rest: Any) -> Partial:
     mesh = CPMesh(topology)
     partial = drawn(mesh.rank_global, rows, own * topology.dcp_tp, *rest)
     return combine(partial, mesh, how)
@@ -110,14 +116,19 @@ def test_every_way_is_the_exact_merge(
     for group in topology.groups("dcp"):
         partials = [drawn(rank, rows, own * k, *arguments) for rank in group]
         exact = partials[0].out if topology.dcp == 1 else merged(partials)
+        exact_lse = merged_lse(partials)
         first_with: dict[int, Tensor] = {}
         for rank in group:
             place = topology.rank_in(rank, "dcp_tp")
-            want, got = exact[:, place * own : (place + 1) * own], answers[rank]
+            heads = slice(place * own, (place + 1) * own)
+            want, (got, lse) = exact[:, heads], answers[rank]
             assert got.shape == want.shape and got.dtype == dtype
             if topology.dcp == 1:
                 torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
                 continue
+            torch.testing.assert_close(
+                lse.double(), exact_lse[:, heads], rtol=1e-6, atol=1e-5, check_dtype=False
+            )
             largest = float(want.abs().max()) if want.numel() else 0.0
             allowed = ROUNDING[dtype] * want.abs() + 1e-5 * largest
             assert bool(((got.double() - want).abs() <= allowed).all())
@@ -146,7 +157,7 @@ def combine_two(how: str, lse: tuple[float, float]) -> Tensor:
     mesh = CPMesh(Topology(tp=2, dcp=2))
     rank = mesh.rank("dcp")
     out = torch.full((1, 2, 3), float(rank + 1))
-    return combine(Partial(out, torch.full((1, 2), lse[rank])), mesh, how)
+    return combine(Partial(out, torch.full((1, 2), lse[rank])), mesh, how).out
 
 
 @given(

@@ -275,7 +275,7 @@ def test_an_impossible_layer_is_refused_at_construction(
 
 
 def test_an_unknown_prefill_strategy_or_backend_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"strategy='gather'.*auto, gather_kv"):
+    with pytest.raises(ConfigError, match=r"strategy='gather'.*auto, gather_q"):
         PCPPrefillAttention("gather", mesh=CPMesh(Topology()))
     with pytest.raises(ConfigError, match=r'backend="fast": no such backend'):
         PCPPrefillAttention(backend="fast", mesh=CPMesh(Topology()))

@@ -1,4 +1,4 @@
-"""What DCPMLAAttention sends, and DCPGQAAttention for chunks, against their documented tables.
+"""What DCPMLAAttention sends, against its documented tables.
 
 Letters: k TP neighbours and p PCP ranks in a DCP group of g = k*p, n own heads, T decode rows,
 L and R the parts of a latent row, V the values' width, e bytes an element.
@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from attention_cases import Setup as GroupedSetup
-from mla_cases import COMBINES, Chunks, Setup, build, build_chunked
+from mla_cases import COMBINES, Setup, build
 from torch import Tensor
 
 from cplayers.mesh import Topology
@@ -220,53 +219,6 @@ def test_a_mixed_step_sends_what_its_parts_send(ranks: Any, topology: Topology) 
                 *o_proj(topology, rows, 4),
             ]
         )
-
-
-# Chunks of grouped-query attention
-
-H = 6  # head dim; one KV head
-
-
-def grouped_traffic(setup: GroupedSetup, chunks: Chunks) -> Records:
-    """Records of a step of chunks."""
-    live = build_chunked(setup, chunks)
-    live.step(PROMPTS)
-    with live.mesh.traffic.capture() as log:
-        live.forward(live.plan(CHUNKS))
-    return [tuple(record) for record in log]
-
-
-@pytest.mark.parametrize("strategy", ["auto", "gather_kv"])
-@pytest.mark.parametrize("topology", [*PLAIN, *WITH_PCP, Topology(pcp=4), Topology(tp=2)], ids=str)
-def test_grouped_query_chunks_send_queries_or_keys(
-    ranks: Any, topology: Topology, strategy: str
-) -> None:
-    """Queries visit where they are whole on one PCP rank; where they are not, keys are gathered."""
-    rows, g, k, e = 9, topology.dcp, topology.dcp_tp, 4
-    setup = GroupedSetup(
-        topology, num_heads=OWN * topology.tp, num_kv_heads=1, hidden=HIDDEN, interleave=2
-    )
-    if strategy == "auto" and topology.pcp == 1:
-        expected = [
-            ("dcp", "all_gather", (k - 1) * rows * OWN * H * e),
-            ("dcp", "all_to_all", (g - 1) * rows * OWN * (H * e + 4)),
-        ]
-    else:
-        width = 2 * H * e  # keys and values
-        context = pieces(setup_of(topology, interleave=2, workspace_tokens=16), [23, 6])
-        expected = [
-            *((axis, how, sent * 2 * H // (L + R)) for axis, how, sent in context),
-            (
-                "pcp",
-                "all_gather",
-                (topology.pcp - 1) * max(zigzag_shares(topology.pcp, [5, 4])) * width,
-            ),
-        ]
-    expected = [record for record in expected if record[2]]
-    answers = ranks(8).run(grouped_traffic, setup, Chunks(strategy, 16), n=topology.world_size)
-    for rank, sent in enumerate(answers):
-        own = zigzag_shares(topology.pcp, [5, 4])[topology.rank_in(rank, "pcp")]
-        assert sorted(sent) == sorted([*expected, *o_proj(topology, own, e)])
 
 
 # auto: what moves fewer bytes

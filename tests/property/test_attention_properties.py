@@ -61,7 +61,12 @@ def setups(draw: st.DrawFn) -> Setup:
         bias=draw(st.booleans()),
         o_bias=draw(st.booleans()),
         qk_norm=draw(st.booleans()),
+        window=draw(st.none() | st.integers(1, 64)),
         softcap=draw(st.sampled_from([None, 3.0])),
+        sinks=draw(st.booleans()),
+        prefill=draw(st.sampled_from(["auto", "gather_q", "gather_kv", "ring"])),
+        workspace_tokens=draw(st.sampled_from([1, 7, 32, 16384])),
+        max_decode_tokens=draw(st.sampled_from([0, 1, 4, 16])),
         layer_idx=draw(st.integers(0, 1)),
         seed=draw(st.integers(0, 999)),
     )
@@ -101,7 +106,35 @@ def scripts(draw: st.DrawFn) -> Script:
     return tuple(script)
 
 
+def forgetting(script: Script, window: int) -> Script:
+    """The same without cuts, and with all that is out of the window given back after each step."""
+    lengths: dict[str, int] = {}
+    result: list[tuple[Any, ...]] = []
+    for name, *args in script:
+        if name == "truncate":
+            continue
+        result.append((name, *args))
+        if name == "fork":
+            lengths[args[1]] = lengths[args[0]]
+        elif name == "free":
+            del lengths[args[0]]
+        else:
+            for seq, new in args[0]:
+                lengths[seq] = lengths.get(seq, 0) + new
+                result.append(("forget", seq, lengths[seq] + 1 - window))
+    return tuple(result)
+
+
 @given(setup=setups(), script=scripts())
+@example(  # a window of 5 over shards of 4 ranks, what it leaves behind given back
+    setup=Setup(Topology(tp=2, pcp=2, dcp=4), 4, 1, window=5, sinks=True, interleave=3, block=2),
+    script=(
+        ("step", (("a", 30), ("b", 2))),
+        ("step", (("b", 17), ("a", 1))),
+        ("fork", "b", "c"),
+        ("step", (("c", 20), ("b", 1), ("a", 4))),
+    ),
+)
 @example(  # own heads of a TPA rank read KV heads 0, 1, 1: neither a run of them nor all
     setup=Setup(Topology(tp=4, dcp=4), 12, 3, q_proj="tpa"),
     script=(("step", (("a", 9),)), ("step", (("a", 2),))),
@@ -126,6 +159,8 @@ def scripts(draw: st.DrawFn) -> Script:
     ),
 )
 def test_attention_over_ranks_is_dense_attention(ranks: Any, setup: Setup, script: Script) -> None:
+    if setup.window is not None and setup.seed % 2 == 0:
+        script = forgetting(script, setup.window)
     check_script(ranks, setup, script)
 
 

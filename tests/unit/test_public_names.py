@@ -38,11 +38,12 @@ PUBLIC = {
     """,
     "cplayers.attention": """
         CachedLayer Combine DCPGQAAttention DCPMLAAttention Decode GatheredLinear HeadShard
-        PCPPrefillAttention PrefillResult RowParallelLinear TPAQProj attend_cached combine gather_heads gather_rows head_shard
-        take_rows
+        PCPPrefillAttention RowParallelLinear Scoring Sizes TPAQProj Visit attend_cached
+        attend_context attend_new bring_queries combine combine_bytes gather_rows head_shard
+        take_rows visit
     """,
     "cplayers.hf": "CPCache CPState ContextParallelModel parallelize",
-    "cplayers.conf": "CacheConf GQAConf PrefillConf TopologyConf register_configs",
+    "cplayers.conf": "CacheConf GQAConf MLAConf PrefillConf TopologyConf register_configs",
     "cplayers.testing": "BackendError RankPool RankPoolError check_backend",
     "cplayers.viz": "placement_svg",
 }

@@ -1,0 +1,170 @@
+"""Strategy ``gather_q``: queries travel to the keys, and the partial results are combined.
+
+Every rank attends with the queries of the group's heads to the keys that it owns, in place.
+
+    new keys       decode rows: every rank has them and writes its own
+                   chunks under PCP: each to its owner                   all-to-all over PCP
+    q_own          [T, n, H] --all-gather over the group's TP neighbours-->  [T, kn, H]
+                   chunks under PCP: over the whole group, rows and heads    [F, kn, H]
+    for each run of consecutive blocks:   attend(q, keys in place, lo, hi)      -> Partial
+    merge the runs of a row                                                     -> Partial
+    combine over the group                                                      -> [T, n, V]
+
+Members of a group that differ only in their PCP rank hold the same decode rows; of chunks each has
+its own share. A query projection that is replicated in the group (TPA) gives kn heads at once: then
+nothing is gathered for decode rows, and rows over PCP alone for chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from cplayers.attention.combine import Combine, combine
+from cplayers.attention.planes import CachedLayer, Planes, columns, elements, token_major
+from cplayers.attention.scoring import Scoring
+from cplayers.cache.prefill import Prefill
+from cplayers.cache.reads import Read
+from cplayers.mesh import CPMesh
+from cplayers.ops import Partial, empty, merge
+
+
+class Visit(NamedTuple):
+    """How queries travel and results come back.
+
+    Attributes:
+        combine: How partial outputs are combined.
+        replicated: Whether queries are those of the group's heads already (TPA).
+        before: Applied to partial outputs `[T, kn, V]` before they are combined, or ``None``.
+    """
+
+    combine: Combine = "a2a"
+    replicated: bool = False
+    before: Callable[[Tensor], Tensor] | None = None
+
+
+def visit(
+    q: Tensor,
+    planes: Planes,
+    cached: CachedLayer,
+    scoring: Scoring,
+    how: Visit,
+    mesh: CPMesh,
+    prefill: Prefill | None = None,
+) -> Partial:
+    """Write rows to the cache and attend to all keys that they see.
+
+    Args:
+        q: Queries of own rows `[T, n, H]`, or `[T, kn, H]` where they are replicated.
+        planes: What the cache stores of the rows.
+        cached: The layer.
+        scoring: How keys are scored.
+        how: How queries travel and results come back.
+        mesh: The ranks.
+        prefill: ``plan.prefill`` where the rows are its rows; ``None`` for decode rows.
+
+    Returns:
+        Own rows and heads: out `[T, n, V]`, lse `[T, n]`.
+    """
+    cache, plan, layer = cached
+    if prefill is None:
+        cache.write(plan, layer, plan.decode_writes, *planes)
+        reads = plan.reads(scoring.window)
+    else:
+        if mesh.size("pcp") == 1:
+            cache.write(plan, layer, plan.prefill_writes[0], *planes)
+        else:
+            arrived = _exchange(planes, prefill, mesh)
+            cache.write(plan, layer, prefill.exchange.writes, *arrived)
+        reads = prefill.reads(scoring.window)
+    q = bring_queries(q, mesh, prefill, replicated=how.replicated)
+    out, lse = attend_cached(q, cached, reads, scoring)
+    if how.before is not None:
+        out = how.before(out)
+    return combine(Partial(out, lse), mesh, how.combine, prefill)
+
+
+def bring_queries(
+    q: Tensor, mesh: CPMesh, prefill: Prefill | None, *, replicated: bool = False
+) -> Tensor:
+    """Queries of own rows and heads to those with which every rank of the group attends.
+
+    Args:
+        q: `[T, n, H]`, or `[T, kn, H]` where they are replicated.
+        mesh: The ranks.
+        prefill: ``plan.prefill`` for its rows, ``None`` for decode rows.
+        replicated: Whether q has the group's heads already.
+
+    Returns:
+        `[T, kn, H]` for decode rows, all packed tokens `[F, kn, H]` for prefill.
+    """
+    spread = prefill is not None and mesh.size("pcp") > 1
+    if not spread:
+        axis = "dcp" if mesh.size("pcp") == 1 else "dcp_tp"
+        if replicated or mesh.size(axis) == 1:
+            return q
+        return rearrange(mesh.all_gather(q, axis), "k t n h -> t (k n) h")
+    assert prefill is not None
+    padded = q.new_zeros(prefill.width, *q.shape[1:])
+    padded[: len(q)] = q
+    gathered = mesh.all_gather(padded, "pcp" if replicated else "dcp")
+    # members are tp-major, pcp-minor (`Topology.groups`)
+    p = mesh.size("pcp")
+    return rearrange(gathered, "(k p) w n h -> (p w) (k n) h", p=p)[prefill.place]
+
+
+def attend_cached(
+    q: Tensor, cached: CachedLayer, reads: Sequence[Read], scoring: Scoring
+) -> Partial:
+    """Partial attention of rows to the keys on this rank.
+
+    Args:
+        q: The group's heads of the rows, `[T, N, H]`.
+        cached: The layer, which holds this step's keys already.
+        reads: What the rows see of them.
+        scoring: How keys are scored.
+
+    Returns:
+        out `[T, N, V]`, lse `[T, N]`; (0, -inf) for rows whose keys are all on other ranks.
+    """
+    cache, _, layer = cached
+    rows: list[Partial] = []
+    done, i = 0, 0
+    while i < len(reads):
+        row0, row1 = reads[i].row0, reads[i].row1
+        if done < row0:
+            rows.append(_nothing(q[done:row0], cached))
+        part = q if row0 == 0 and row1 == len(q) else q[row0:row1]
+        parts = []
+        while i < len(reads) and reads[i].row0 == row0:
+            read = reads[i]
+            keys, values = cache.spec.keys_values(cache.view(layer, read.slot, read.length))
+            parts.append(scoring.attend(part, keys, values, read))
+            i += 1
+        rows.append(parts[0] if len(parts) == 1 else merge(parts))
+        done = row1
+    if done < len(q):
+        rows.append(_nothing(q[done:], cached))
+    if len(rows) == 1:
+        return rows[0]
+    return Partial(torch.cat([row.out for row in rows]), torch.cat([row.lse for row in rows]))
+
+
+def _exchange(planes: Planes, prefill: Prefill, mesh: CPMesh) -> Planes:
+    """New rows of all PCP ranks that this rank owns, `[p * count, heads, dim]` a plane."""
+    send = prefill.exchange.send
+    rows = token_major(planes)
+    if len(rows) == 0:  # nothing to index: only padding goes out
+        sent = rows.new_zeros(*send.shape, elements(planes))
+    else:
+        sent = rows[send]
+    return columns(mesh.all_to_all(sent, "pcp").flatten(0, 1), planes)
+
+
+def _nothing(q: Tensor, cached: CachedLayer) -> Partial:
+    value_dim = cached.cache.spec.value_dim
+    return empty(q.shape[0], q.shape[1], value_dim, dtype=q.dtype, device=q.device)
