@@ -246,6 +246,7 @@ def run(cfg: Any) -> None:
         q_proj=cfg.attention.q_proj,
         combine=cfg.attention.combine,
         prefill=cfg.prefill.strategy,
+        workspace_tokens=cfg.prefill.workspace_tokens,
         backend=cfg.attention.backend,
     )
     console.print(f"[bold]{cfg.question}[/bold]")

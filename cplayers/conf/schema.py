@@ -57,7 +57,9 @@ class GQAConf:
     q_proj: str = "gather"
     combine: str = "a2a"
     backend: str = "auto"
+    window: int | None = None
     softcap: float | None = None
+    sinks: bool = False
     scale: float | None = None
     qk_norm: float | None = None
     bias: bool = False

@@ -172,7 +172,9 @@ def test_settings_of_mla_reach_the_layer_and_its_core(compose_app: Any) -> None:
     layer = instantiate(cfg.attention)(*SHAPES["mla"], layer_idx=0, prefill=core, mesh=mesh)
     assert isinstance(layer, DCPMLAAttention)
     assert (layer.decode, layer.rope_interleave) == ("auto", False)
-    assert layer.scale == pytest.approx((5 + 4) ** -0.5 * 1.3688879454113936**2)  # 0.1 ln 40 + 1
+    assert layer.scoring.scale == pytest.approx(
+        (5 + 4) ** -0.5 * 1.3688879454113936**2
+    )  # 0.1 ln 40 + 1
     assert layer.prefill is core and core.workspace_tokens == 96
     own = instantiate(compose_app("attention=mla_tpa").attention)
     assert own(*SHAPES["mla"], layer_idx=0, mesh=mesh).decode == "replicate_q"
