@@ -52,7 +52,7 @@ from cplayers.attention.planes import CachedLayer, Expand
 from cplayers.attention.prefill import PCPPrefillAttention
 from cplayers.attention.scoring import Scoring
 from cplayers.cache import StepPlan
-from cplayers.cache.prefill import Prefill
+from cplayers.cache.prefill import Choice, Prefill
 from cplayers.errors import ConfigError
 from cplayers.mesh import CPMesh, validate
 from cplayers.ops import Partial, merge, require_backend, yarn_mscale
@@ -197,8 +197,13 @@ class DCPMLAAttention(MLAProjections):
         if self.decode != "auto":
             return self.decode
         topology, sizes = self.mesh.topology, self.sizes
-        keys = sizes.fetch(topology, new=0, cached=plan.decode_context.width)
-        return "gather_kv" if keys < sizes.visit(topology, plan.num_decode) else "gather_q"
+        if sizes not in plan.decode_choices:
+            keys = sizes.fetch(topology, new=0, cached=plan.decode_context.width)
+            queries = sizes.visit(topology, plan.num_decode)
+            fewest = "gather_kv" if keys < queries else "gather_q"
+            sent = ("gather_q", queries), ("gather_kv", keys)
+            plan.decode_choices[sizes] = Choice(fewest, sent, "fewest bytes")
+        return plan.decode_choices[sizes].strategy
 
     def _decode(self, rows: Rows, layer: CachedLayer) -> Partial:
         if self.decode_strategy(layer.plan) != "gather_kv":

@@ -30,7 +30,7 @@ from cplayers.attention.planes import CachedLayer, Expand, Planes, elements
 from cplayers.attention.ring import ring_context, ring_new
 from cplayers.attention.scoring import Scoring
 from cplayers.cache import StepPlan
-from cplayers.cache.prefill import Prefill
+from cplayers.cache.prefill import Choice, Prefill
 from cplayers.errors import ConfigError
 from cplayers.mesh import CPMesh
 from cplayers.ops import Partial, empty, merge, require_backend
@@ -88,14 +88,23 @@ class PCPPrefillAttention(nn.Module):
         Returns:
             ``"gather_q"``, ``"gather_kv"`` or ``"ring"``.
         """
-        size = self.mesh.size
-        stays = size("pcp") == 1 and (size("dcp") == 1 or not prefill.context.sources)
-        if stays or size("dcp") == 1:
-            return "ring" if self.strategy == "ring" else "gather_kv"
-        if self.strategy != "auto":
-            return self.strategy
+        key = self.strategy, sizes
+        if key not in prefill.choices:
+            prefill.choices[key] = self._choose(prefill, sizes)
+        return prefill.choices[key].strategy
+
+    def _choose(self, prefill: Prefill, sizes: Sizes) -> Choice:
+        size, asked = self.mesh.size, self.strategy
+        here = "ring" if asked == "ring" else "gather_kv"
+        if size("dcp") == 1:
+            return Choice(here, (), "with dcp=1 every rank has all cached keys, so queries stay")
+        if size("pcp") == 1 and not prefill.context.sources:
+            return Choice(here, (), "with pcp=1 and nothing cached all keys are here")
         sent = self.costs(prefill, sizes)
-        return "gather_q" if sent["gather_q"] < sent["gather_kv"] else "gather_kv"
+        if asked != "auto":
+            return Choice(asked, tuple(sent.items()), f"strategy={asked!r} was asked for")
+        fewest = "gather_q" if sent["gather_q"] < sent["gather_kv"] else "gather_kv"
+        return Choice(fewest, tuple(sent.items()), "fewest bytes")
 
     def costs(self, prefill: Prefill, sizes: Sizes) -> dict[str, int]:
         """Bytes that each strategy sends per rank and layer, where dcp is above 1.
@@ -119,19 +128,10 @@ class PCPPrefillAttention(nn.Module):
             plan: The step.
             sizes: What the layer moves per token.
         """
-        prefill = plan.prefill
-        if prefill is None:
+        if plan.prefill is None:
             return f"no prefill: {plan.num_decode} decode rows"
-        head = (
-            f"{self.choose(prefill, sizes)}: {prefill.num_tokens} new tokens over "
-            f"{prefill.context.tokens} cached ones"
-        )
-        if self.mesh.size("dcp") == 1:
-            return f"{head}; with dcp=1 every rank has all cached keys, so that queries stay"
-        sent = self.costs(prefill, sizes)
-        lines = [f"  {name:9} {count:>14,} bytes a rank and layer" for name, count in sent.items()]
-        why = "fewest bytes" if self.strategy == "auto" else f"strategy={self.strategy!r} was asked"
-        return "\n".join([f"{head}; {why}", *lines])
+        self.choose(plan.prefill, sizes)
+        return plan.prefill.explain(plan.prefill.choices[self.strategy, sizes])
 
     def forward(
         self,

@@ -81,6 +81,7 @@ def build_plan(
         decode_writes=decode_writes,
         prefill_writes=prefill_writes,
         version=version,
+        decode_choices={},
         _view=view,
         _requests=ordered,
         _num_decoding=len(decode),

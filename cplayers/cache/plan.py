@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from cplayers.cache.context import Context, Source
-from cplayers.cache.prefill import Prefill
+from cplayers.cache.prefill import Choice, Prefill
 from cplayers.cache.reads import Read, build_reads
 from cplayers.cache.tables import Request
 from cplayers.cache.view import RankView, Writes
@@ -53,6 +53,7 @@ class StepPlan:
         decode_writes: Where the K/V of the decode rows go.
         prefill_writes: Where each PCP rank's gathered prefill K/V go, one entry per rank.
         version: Number of the plan, counting up in one cache.
+        decode_choices: What layers have chosen for the decode rows, where there is a choice.
     """
 
     seqs: tuple[Hashable, ...]
@@ -68,6 +69,7 @@ class StepPlan:
     decode_writes: Writes
     prefill_writes: tuple[Writes, ...]
     version: int
+    decode_choices: dict[Hashable, Choice] = field(repr=False)
     _view: RankView = field(repr=False)
     _requests: tuple[Request, ...] = field(repr=False)  # in the order of _order
     _num_decoding: int = field(repr=False)  # requests, the first of _requests
@@ -123,6 +125,19 @@ class StepPlan:
         """lo, hi `[T]` over the keys of the row's sequence on this rank, cached and new."""
         lo, hi = self._view.spans(self._positions, None)
         return Spans(lo.to(self._view.device), hi.to(self._view.device))
+
+    def explain(self) -> str:
+        """What the step is, and what the layers that ran in it have chosen to move, and why."""
+        decoding, chunks = self._num_decoding, len(self._requests) - self._num_decoding
+        lines = [
+            f"{self.num_tokens} new tokens: {decoding} requests decode with {self.num_decode} "
+            f"rows, {chunks} bring prompts or chunks of them"
+        ]
+        for choice in self.decode_choices.values():
+            lines.append(choice.explain(f"{self.num_decode} decode rows"))
+        if self.prefill is not None:
+            lines += [self.prefill.explain(choice) for choice in self.prefill.choices.values()]
+        return "\n".join(lines)
 
     @cached_property
     def decode_context(self) -> Context:

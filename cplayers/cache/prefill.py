@@ -12,9 +12,10 @@ this rank owns (`Prefill.reads`), the new ones among them, which are sent to the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,6 +48,29 @@ class Exchange:
         return self.send.shape[1]
 
 
+class Choice(NamedTuple):
+    """What a layer does in a step, and why.
+
+    Attributes:
+        strategy: Its name.
+        sent: Bytes that each strategy would send per rank and layer, where they differ.
+        why: The reason.
+    """
+
+    strategy: str
+    sent: tuple[tuple[str, int], ...]
+    why: str
+
+    def explain(self, what: str) -> str:
+        """The choice as text.
+
+        Args:
+            what: Of which rows.
+        """
+        costs = [f"  {name:11} {count:>14,} bytes a rank and layer" for name, count in self.sent]
+        return "\n".join([f"{self.strategy}: {what}; {self.why}", *costs])
+
+
 @dataclass(frozen=True)
 class Prefill:
     """New tokens of the requests that do not decode; see the module's text.
@@ -55,11 +79,13 @@ class Prefill:
         counts: Rows of each PCP rank.
         width: Rows of the largest, to which the others are padded for the all-gather.
         context: The cached tokens of its requests, which its rows see beside new ones.
+        choices: What layers have chosen, by all that the choice depends on: made once per step.
     """
 
     counts: tuple[int, ...]
     width: int
     context: Context
+    choices: dict[Hashable, Choice] = field(repr=False)
     _zigzag: PackedZigzag = field(repr=False)
     _view: RankView = field(repr=False)
     _requests: tuple[Request, ...] = field(repr=False)
@@ -72,6 +98,15 @@ class Prefill:
     def num_tokens(self) -> int:
         """Packed tokens (F)."""
         return len(self._positions)
+
+    def explain(self, choice: Choice) -> str:
+        """A choice for these rows as text.
+
+        Args:
+            choice: One of ``choices``.
+        """
+        cached = self.context.tokens
+        return choice.explain(f"{self.num_tokens} new tokens over {cached} cached ones")
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -153,5 +188,5 @@ def build_prefill(
         slots: Of the same in this rank's cache, -1 where another rank owns one.
     """
     return Prefill(
-        zigzag.counts, zigzag.width, context, zigzag, view, tuple(requests), positions, slots
+        zigzag.counts, zigzag.width, context, {}, zigzag, view, tuple(requests), positions, slots
     )

@@ -6,6 +6,7 @@ per token, D of a query, V of a result, e bytes each.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import attention_cases
@@ -230,7 +231,7 @@ def test_auto_takes_what_sends_fewest_bytes(ranks: Any, topology: Topology) -> N
             taken.add(ran)
             if topology.pcp > 1 or sum(context):
                 for way, cost in costs.items():
-                    assert f"{way:9} {cost:>14,} bytes" in explained
+                    assert f"{way:11} {cost:>14,} bytes" in explained
                 assert "fewest bytes" in explained
         assert taken == {"gather_q", "gather_kv"}, (topology, moves)
 
@@ -241,8 +242,41 @@ def test_explain_says_why_queries_stay(ranks: Any) -> None:
     assert [r[:2] for r in records] == [("pcp", "all_gather")]
     assert explained == (
         "gather_kv: 16 new tokens over 29 cached ones; with dcp=1 every rank has all cached keys, "
-        "so that queries stay"
+        "so queries stay"
     )
+
+
+def explained(setup: Any) -> tuple[str, str, str]:
+    """What a plan says before and after a step of decode rows and chunks, and the layer's share."""
+    live = build(setup)
+    live.step((("a", 40), ("b", 3)))
+    plan = live.plan((("a", 1), ("b", 5), ("c", 2)))
+    before = plan.explain()
+    live.forward(plan)
+    return before, plan.explain(), live.layer.explain(plan)
+
+
+def test_a_plan_explains_what_its_layers_chose(ranks: Any) -> None:
+    setup = replace(
+        mla(Topology(tp=2, dcp=2), "auto", "a2a", False), decode="auto", max_decode_tokens=1
+    )
+    head = "8 new tokens: 1 requests decode with 1 rows, 2 bring prompts or chunks of them"
+    row, queries, keys = 4 * 10, 2 * 10 * 4, 6 * 4 + 4  # bytes of a token, of own heads' queries
+    for before, after, layer in ranks(8).run(explained, setup, n=2):
+        assert before == head
+        decode = [
+            "gather_q: 1 decode rows; fewest bytes",
+            f"  gather_q    {queries + 2 * keys:>14,} bytes a rank and layer",
+            f"  gather_kv   {21 * row:>14,} bytes a rank and layer",
+        ]
+        chunk = [
+            "gather_kv: 7 new tokens over 3 cached ones; fewest bytes",
+            f"  gather_q    {7 * (queries + 2 * keys):>14,} bytes a rank and layer",
+            f"  gather_kv   {2 * row:>14,} bytes a rank and layer",
+            f"  ring        {2 * row:>14,} bytes a rank and layer",
+        ]
+        assert after.splitlines() == [head, *decode, *chunk]
+        assert layer.splitlines() == chunk
 
 
 def held(setup: Any, context: int, new: int) -> tuple[int, int]:
