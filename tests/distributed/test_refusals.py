@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from cplayers import ConfigError, CPMesh, DCPGQAAttention, Topology
+from cplayers import ConfigError, CPMesh, DCPGQAAttention, DCPMLAAttention, Topology
 
 GOLD = json.loads((Path(__file__).parents[1] / "gold" / "topology.json").read_text())
-VERDICTS = [
-    v for v in GOLD["verdicts"] if v["num_kv_heads"] is not None and v["tp"] * v["pcp"] <= 9
-]
+VERDICTS = [v for v in GOLD["verdicts"] if v["tp"] * v["pcp"] <= 9]
 
 
 def build(verdict: dict[str, Any]) -> tuple[str | None, int]:
@@ -30,15 +28,15 @@ def build(verdict: dict[str, Any]) -> tuple[str | None, int]:
     torch.nn.Linear.__init__ = counting
     try:
         mesh = CPMesh(Topology(tp=verdict["tp"], dcp=verdict["dcp"], pcp=verdict["pcp"]))
-        DCPGQAAttention(
-            16,
-            verdict["num_heads"],
-            verdict["num_kv_heads"],
-            8,
-            layer_idx=0,
-            q_proj="tpa" if verdict["replicate_q"] else "gather",
-            mesh=mesh,
+        heads, kv_heads, replicate = (
+            verdict[name] for name in ("num_heads", "num_kv_heads", "replicate_q")
         )
+        if kv_heads is None:
+            decode = "replicate_q" if replicate else "gather_q"
+            DCPMLAAttention(16, heads, None, 8, 6, 4, 5, layer_idx=0, decode=decode, mesh=mesh)
+        else:
+            q_proj = "tpa" if replicate else "gather"
+            DCPGQAAttention(16, heads, kv_heads, 8, layer_idx=0, q_proj=q_proj, mesh=mesh)
     except ConfigError as error:
         assert error.value and error.rule and error.remedy
         return str(error), made
@@ -62,3 +60,5 @@ def test_gold_verdicts_on_live_ranks(ranks, verdict: dict[str, Any]) -> None:
 def test_the_gold_file_has_refusals_of_every_kind_here() -> None:
     assert sum(not v["ok"] for v in VERDICTS) >= 8
     assert sum(v["ok"] for v in VERDICTS) >= 5
+    latent = [v["ok"] for v in VERDICTS if v["num_kv_heads"] is None]
+    assert True in latent and False in latent
