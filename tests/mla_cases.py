@@ -23,6 +23,7 @@ from cplayers.cache import InterleavedLayout, PagedKVCache, StepPlan
 from cplayers.mesh import CPMesh, Topology
 
 EPS = 1e-6
+PREFILLS = ("auto", "gather_q", "gather_kv", "ring")
 DECODES = ("gather_q", "replicate_q", "gather_kv", "auto")
 COMBINES = ("a2a", "ag_rs", "ar")
 
@@ -309,52 +310,6 @@ def compare(
 def check_script(ranks: Any, setup: Setup, script: Script) -> list[Tensor]:
     """`check_scripts` of one layer."""
     return check_scripts(ranks, (setup,), script)[0]
-
-
-# Grouped-query attention whose prompts come in chunks.
-
-
-@dataclass(frozen=True)
-class Chunks:
-    """How chunks are told from decode rows, and what becomes of them."""
-
-    strategy: str = "auto"
-    workspace_tokens: int = 16384
-    max_decode_tokens: int = 0
-
-
-@dataclass
-class ChunkedLive(plain.Live):
-    """A layer of `attention_cases` that takes few tokens for decode rows."""
-
-    chunks: Chunks = field(default_factory=Chunks)
-
-    def plan(self, requests: tuple[tuple[str, int], ...]) -> StepPlan:
-        """Plan a step; unknown sequences are started."""
-        for seq, _ in requests:
-            if seq not in self.cache.seqs:
-                self.cache.add(seq)
-        return self.cache.plan(requests, max_decode_tokens=self.chunks.max_decode_tokens)
-
-
-def build_chunked(setup: plain.Setup, chunks: Chunks) -> ChunkedLive:
-    """Layer and cache of this rank."""
-    live = ChunkedLive(**vars(plain.build(setup)), chunks=chunks)
-    live.layer.prefill = PCPPrefillAttention(
-        chunks.strategy, workspace_tokens=chunks.workspace_tokens, mesh=live.mesh
-    )
-    return poisoned(live)
-
-
-def run_chunked(setup: plain.Setup, chunks: Chunks, script: Script) -> list[tuple[Tensor, Tensor]]:
-    """`Live.step` of each step of the script."""
-    return play(build_chunked(setup, chunks), script)
-
-
-def check_chunked(ranks: Any, setup: plain.Setup, chunks: Chunks, script: Script) -> list[Tensor]:
-    """Run a script on the ranks and against the reference; returns the outputs of its steps."""
-    answers = ranks(9).run(run_chunked, setup, chunks, script, n=setup.topology.world_size)
-    return compare(answers, plain.Dense(setup).run(script), (setup, chunks))
 
 
 def step(*requests: tuple[Hashable, int]) -> tuple[str, tuple[tuple[Hashable, int], ...]]:

@@ -15,6 +15,7 @@ from mla_cases import (
     COMBINES,
     DECODES,
     EPS,
+    PREFILLS,
     Dense,
     Live,
     Setup,
@@ -88,15 +89,41 @@ MIXED: Script = (
 
 VARIANTS: list[dict[str, Any]] = [
     {},
-    {"q_lora_rank": 7, "interleave": 2, "layer_idx": 1},
-    {"rope_interleave": False, "workspace_tokens": 9, "block": 3},
-    {"q_lora_rank": 5, "bias": True, "interleave": 3, "workspace_tokens": 5},
-    {"softcap": 3.0, "interleave": 16, "block": 2},
-    {"yarn": (4.0, 0.7), "q_lora_rank": 7, "rope_interleave": False, "workspace_tokens": 1},
+    {"prefill": "gather_kv", "q_lora_rank": 7, "interleave": 2, "layer_idx": 1},
+    {"prefill": "gather_q", "rope_interleave": False, "workspace_tokens": 9, "block": 3},
+    {
+        "prefill": "ring",
+        "q_lora_rank": 5,
+        "bias": True,
+        "interleave": 3,
+        "workspace_tokens": 5,
+    },
+    {"prefill": "gather_kv", "softcap": 3.0, "interleave": 16, "block": 2, "workspace_tokens": 6},
+    {
+        "prefill": "gather_q",
+        "yarn": (4.0, 0.7),
+        "q_lora_rank": 7,
+        "rope_interleave": False,
+        "workspace_tokens": 1,
+    },
     # by the size of the latent, keys are expanded for 2 rows and more, or for none at all; above
     # the number of rows decides
-    {"kv_lora_rank": 12, "nope_dim": 2, "value_dim": 1, "workspace_tokens": 11, "interleave": 2},
-    {"kv_lora_rank": 3, "nope_dim": 4, "value_dim": 9, "workspace_tokens": 11, "interleave": 5},
+    {
+        "prefill": "gather_kv",
+        "kv_lora_rank": 12,
+        "nope_dim": 2,
+        "value_dim": 1,
+        "workspace_tokens": 11,
+        "interleave": 2,
+    },
+    {
+        "prefill": "ring",
+        "kv_lora_rank": 3,
+        "nope_dim": 4,
+        "value_dim": 9,
+        "workspace_tokens": 11,
+        "interleave": 5,
+    },
 ]
 
 
@@ -177,10 +204,18 @@ def test_context_shorter_than_one_interleave_leaves_ranks_empty(ranks: Any, deco
                 decode=decode,
                 interleave=16,
                 block=16,
+                prefill=prefill,
                 max_decode_tokens=most,
                 workspace_tokens=workspace,
             )
-            for most, workspace in ((16, 1024), (2, 1024), (0, 5))
+            for prefill, most, workspace in (
+                ("auto", 16, 1024),
+                ("gather_kv", 2, 1024),
+                ("gather_kv", 0, 5),
+                ("gather_q", 2, 1024),
+                ("gather_q", 0, 1024),
+                ("ring", 0, 5),
+            )
         )
         check_scripts(ranks, setups, script)
 
@@ -218,10 +253,11 @@ def test_packed_lengths(
             4,
             decode=decode,
             interleave=3,
+            prefill=prefill,
             max_decode_tokens=most,
             workspace_tokens=13,
         )
-        for decode in DECODES
+        for decode, prefill in zip(DECODES, PREFILLS, strict=True)
     )
     check_scripts(ranks, setups, (prompts(*lengths), prompts(*lengths[::-1]), prompts(1, 1, 1)))
 
@@ -266,7 +302,9 @@ def contextual(contexts: tuple[int, ...]) -> Script:
 def layers_on(topology: Topology, contexts: tuple[int, ...]) -> list[Setup]:
     """Layouts and workspaces; the last one of each layout takes every context in one piece."""
     heads = 8 if topology.tp == 8 else 2
-    base = Setup(topology, heads, num_blocks=1300, max_decode_tokens=2, hidden=10)
+    base = Setup(
+        topology, heads, num_blocks=1300, max_decode_tokens=2, hidden=10, prefill="gather_kv"
+    )
     short = sum(contexts) < 100
     setups = []
     # two of the four layouts, in turn, so that each context sees all of them over the sizes
@@ -350,6 +388,7 @@ def test_any_number_of_requests_shares_the_workspace(ranks: Any, requests: int) 
             decode="gather_kv",
             interleave=interleave,
             block=16,
+            prefill="gather_kv",
             max_decode_tokens=2,
             workspace_tokens=workspace,
         )
@@ -361,10 +400,11 @@ def test_any_number_of_requests_shares_the_workspace(ranks: Any, requests: int) 
 
 def test_one_prompt_in_chunks_is_one_prompt(ranks: Any) -> None:
     """Chunks of 8, 1, 9 and 12 tokens; the last row of each equals the same row of the whole."""
+    cuts = (8, 1, 9, 12)
     for topology in FOUR:
         setup = Setup(topology, 4, interleave=2, max_decode_tokens=0, workspace_tokens=6)
-        cuts = (8, 1, 9, 12)
-        check_script(ranks, setup, tuple(step(("a", cut)) for cut in cuts))
+        setups = tuple(replace(setup, prefill=prefill) for prefill in PREFILLS)
+        check_scripts(ranks, setups, tuple(step(("a", cut)) for cut in cuts))
 
 
 def reused(setup: Setup) -> tuple[int, list[Tensor]]:
@@ -379,12 +419,18 @@ def reused(setup: Setup) -> tuple[int, list[Tensor]]:
 
 
 @pytest.mark.parametrize("topology", FOUR, ids=str)
-@pytest.mark.parametrize("decode", ["gather_q", "gather_kv"])
+@pytest.mark.parametrize("way", ["gather_q", "gather_kv"])
 def test_a_prompt_follows_a_prefix_that_another_has_left(
-    ranks: Any, topology: Topology, decode: str
+    ranks: Any, topology: Topology, way: str
 ) -> None:
     setup = Setup(
-        topology, 4, decode=decode, interleave=2, max_decode_tokens=3, workspace_tokens=10
+        topology,
+        4,
+        decode=way,
+        prefill=way,
+        interleave=2,
+        max_decode_tokens=3,
+        workspace_tokens=10,
     )
     answers = ranks(8).run(reused, setup, n=4)
     matched, outs = answers[0]
@@ -416,11 +462,12 @@ def test_float64_is_exact_where_lse_is_not_rounded(
             decode=decode,
             combine=combine,
             interleave=2,
+            prefill=prefill,
             max_decode_tokens=3,
             workspace_tokens=9,
             dtype=torch.float64,
         )
-        for combine in COMBINES
+        for combine, prefill in zip(COMBINES, PREFILLS[1:], strict=True)
     )
     outputs = ranks(8).run(run_scripts, setups, MIXED, n=topology.world_size)[0]
     for setup, outs in zip(setups, outputs, strict=True):
@@ -447,7 +494,10 @@ def test_low_precision_is_as_good_as_one_rank(
         workspace_tokens=16,
         dtype=dtype,
     )
-    setups = tuple(replace(base, decode=decode) for decode in DECODES)
+    setups = tuple(
+        replace(base, decode=decode, prefill=prefill)
+        for decode, prefill in zip(DECODES, PREFILLS, strict=True)
+    )
     alone = tuple(replace(setup, topology=Topology()) for setup in setups)
     wanted = exact(base, script)
     sharded = ranks(8).run(run_scripts, setups, script, n=4)
@@ -460,16 +510,17 @@ def test_low_precision_is_as_good_as_one_rank(
                 assert error_of(answer[i][number][0], want) <= 2 * largest
 
 
-@pytest.mark.parametrize("decode", ["gather_q", "gather_kv"])
+@pytest.mark.parametrize("prefill", ["gather_kv", "ring"])
 @pytest.mark.parametrize("topology", [Topology(), Topology(tp=2, dcp=2)], ids=str)
-def test_many_pieces_round_no_worse_than_one(ranks: Any, topology: Topology, decode: str) -> None:
+def test_many_pieces_round_no_worse_than_one(ranks: Any, topology: Topology, prefill: str) -> None:
     """A chunk, and rows that decode, over 1,200 tokens of context in hundreds of pieces."""
     base = Setup(
         topology,
         8,
         kv_lora_rank=16,
         hidden=32,
-        decode=decode,
+        decode="gather_kv",
+        prefill=prefill,
         num_blocks=320,
         max_decode_tokens=3,
         dtype=torch.bfloat16,
@@ -510,17 +561,17 @@ def fail(module: nn.Module, args: tuple[Any, ...]) -> None:
 MODULES = ("o_proj", "kv_a_proj_with_mqa", "kv_a_layernorm", "q_b_proj")
 
 
-class FailOnGather:
-    """In place of the mesh's all_gather: raises at its n-th call, on all ranks alike."""
+class FailOnSend:
+    """In place of the traffic log's record: raises before the n-th collective, on all ranks."""
 
     def __init__(self, mesh: CPMesh, number: int) -> None:
-        self.real, self.number, self.calls = mesh.all_gather, number, 0
+        self.real, self.number, self.calls = mesh.traffic.record, number, 0
 
-    def __call__(self, x: Tensor, axis: str) -> Tensor:
+    def __call__(self, axis: str, operation: str, sent: int) -> None:
         if self.calls == self.number:
             raise Fault("a layer fails")
         self.calls += 1
-        return self.real(x, axis)
+        self.real(axis, operation, sent)
 
 
 def attempt(live: Live, requests: tuple[tuple[str, int], ...], guarded: bool) -> None:
@@ -547,8 +598,7 @@ def repeat_after_failure(
             places += MODULES
             with live.mesh.traffic.capture() as log:
                 attempt(live, requests, guarded)
-            axes = [record.axis for record in log if record.operation == "all_gather"]
-            places += range(len(axes))
+            places += range(len(log))
         for place in places if harmed else ():
             before = state(live)
             hook = None
@@ -556,11 +606,11 @@ def repeat_after_failure(
                 module = getattr(live.layer, place)
                 hook = module.register_forward_pre_hook(fail)
             else:
-                live.mesh.all_gather = FailOnGather(live.mesh, place)
+                live.mesh.traffic.record = FailOnSend(live.mesh, place)
             with pytest.raises(Fault):
                 attempt(live, requests, guarded)
             if hook is None:
-                del live.mesh.all_gather
+                del live.mesh.traffic.record
             else:
                 hook.remove()
             after = state(live)
@@ -585,17 +635,26 @@ def committed_is_kept(live: Live, before: list[Tensor], after: list[Tensor]) -> 
 
 
 @pytest.mark.parametrize("guarded", [False, True], ids=["bare", "guarded"])
-@pytest.mark.parametrize("decode", DECODES)
+@pytest.mark.parametrize(
+    ("decode", "prefill"),
+    [
+        ("gather_q", "gather_kv"),
+        ("replicate_q", "gather_q"),
+        ("gather_kv", "ring"),
+        ("auto", "auto"),
+    ],
+)
 @pytest.mark.parametrize("topology", [Topology(), Topology(pcp=4), *SOME], ids=str)
 def test_a_failed_step_changes_nothing_and_can_be_repeated(
-    ranks: Any, topology: Topology, decode: str, guarded: bool
+    ranks: Any, topology: Topology, decode: str, prefill: str, guarded: bool
 ) -> None:
-    """It fails in a module or before any of its all-gathers, so between two pieces as well."""
+    """It fails in a module or before any of its collectives, so between two pieces as well."""
     setup = Setup(
         topology,
         4,
         q_lora_rank=5,
         decode=decode,
+        prefill=prefill,
         interleave=2,
         max_decode_tokens=3,
         workspace_tokens=8,
@@ -604,7 +663,7 @@ def test_a_failed_step_changes_nothing_and_can_be_repeated(
     for survived, places, unharmed, repeated in answers:
         assert survived
         # c and b have 21 and 2 tokens of context: at least 23 / 8 pieces
-        assert places >= len(MODULES) + 3 * (topology.dcp > 1)
+        assert places >= len(MODULES) + 3 * (topology.dcp > 1 and prefill != "auto")
         assert all(x.equal(y) for x, y in zip(unharmed, repeated, strict=True))
         assert all(x.equal(y) for x, y in zip(repeated, answers[0][3], strict=True))
 
@@ -844,11 +903,11 @@ def test_yarn_scales_the_logits() -> None:
     """factor 4, mscale_all_dim 0.7: (1 + 0.07 ln 4)^2 = 1.2034981 over sqrt(9)."""
     mesh = CPMesh(Topology())
     arguments = {**sizes(Setup()), "layer_idx": 0, "mesh": mesh}
-    assert DCPMLAAttention(**arguments).scale == pytest.approx(1 / 3, rel=1e-12)
+    assert DCPMLAAttention(**arguments).scoring.scale == pytest.approx(1 / 3, rel=1e-12)
     yarn = DCPMLAAttention(**arguments, yarn_factor=4.0, yarn_mscale_all_dim=0.7)
-    assert yarn.scale == pytest.approx(1.2034981 / 3, rel=1e-7)
+    assert yarn.scoring.scale == pytest.approx(1.2034981 / 3, rel=1e-7)
     given = DCPMLAAttention(**arguments, scale=0.25, yarn_factor=4.0, yarn_mscale_all_dim=0.7)
-    assert given.scale == 0.25
+    assert given.scoring.scale == 0.25
 
 
 def leading_dimensions(setup: Setup) -> bool:
@@ -877,5 +936,7 @@ def test_the_sweep_covers_what_it_claims() -> None:
         assert {(s.decode, s.combine) for s in ways} == set(product(DECODES, COMBINES))
         assert len({s.model for s in ways}) == len(VARIANTS)
         assert {s.decode for s in sampled(topology)} == set(DECODES)
+        assert {s.prefill for s in ways} == set(PREFILLS)
     large = [s for t in TOPOLOGIES if t.world_size > 4 for s in sampled(t)]
     assert {(s.decode, s.combine) for s in large} == set(product(DECODES, COMBINES))
+    assert {s.prefill for s in large} == set(PREFILLS)

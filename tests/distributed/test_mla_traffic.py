@@ -49,6 +49,7 @@ def setup_of(topology: Topology, dtype: torch.dtype = torch.float32, **options: 
         nope_dim=P,
         value_dim=V,
         hidden=HIDDEN,
+        prefill="gather_kv",
         dtype=dtype,
         max_decode_tokens=3,
         **options,

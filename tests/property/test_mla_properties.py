@@ -1,18 +1,19 @@
 """DCPMLAAttention equals dense attention, for drawn layers, ranks, caches and batches.
 
-So does DCPGQAAttention where prompts go on in chunks over their cached context.
+So does DCPGQAAttention where prompts go on in chunks, on a few layouts that are easy to get wrong.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import attention_cases as plain
+import pytest
 from attention_cases import Script
 from hypothesis import example, given
 from hypothesis import strategies as st
-from mla_cases import COMBINES, DECODES, Chunks, Setup, check_chunked, check_script, step
-from test_attention_properties import setups as grouped_query_setups
+from mla_cases import COMBINES, DECODES, PREFILLS, Setup, check_scripts, compare, step
 
 from cplayers.mesh import Topology
 
@@ -37,10 +38,9 @@ def setups(draw: st.DrawFn) -> Setup:
         rope_dim=draw(st.sampled_from([2, 4, 6])),
         value_dim=draw(st.integers(1, 9)),
         hidden=draw(st.integers(5, 16)),
-        decode=draw(st.sampled_from(DECODES)),
-        combine=draw(st.sampled_from(COMBINES)),
         interleave=draw(st.integers(1, 5) | st.integers(1, 40)),
         block=draw(st.integers(1, 16)),
+        prefill=draw(st.sampled_from(PREFILLS)),
         workspace_tokens=draw(st.integers(1, 64) | st.just(16384)),
         max_decode_tokens=draw(st.integers(0, 4) | st.just(16)),
         rope_interleave=draw(st.booleans()),
@@ -86,18 +86,18 @@ def scripts(draw: st.DrawFn) -> Script:
     return tuple(script)
 
 
-@given(setup=setups(), script=scripts())
+@given(setup=setups(), script=scripts(), turn=st.integers(0, 2))
 @example(  # runs longer than a piece: positions of a piece are not one range
     setup=Setup(
         Topology(tp=4, dcp=4), 12, interleave=16, workspace_tokens=9, max_decode_tokens=0, seed=1
     ),
     script=(step(("a", 40), ("b", 3)), step(("b", 5), ("a", 2)), step(("a", 1), ("b", 1))),
+    turn=0,
 )
 @example(  # a fork of a sequence whose last block is half full, then chunks of both
     setup=Setup(
         Topology(tp=2, pcp=2, dcp=4),
         6,
-        decode="gather_kv",
         interleave=3,
         block=2,
         workspace_tokens=8,
@@ -111,59 +111,58 @@ def scripts(draw: st.DrawFn) -> Script:
         step(("a", 4), ("c", 6), ("b", 0)),
         step(("c", 2), ("a", 1), ("b", 1)),
     ),
+    turn=1,
 )
-@example(  # replicated queries where the group spans both axes, beside chunks with context
+@example(  # a group that spans both axes; decode rows beside chunks with context
     setup=Setup(
         Topology(tp=4, pcp=2, dcp=4),
         12,
         5,
-        decode="replicate_q",
-        combine="ag_rs",
         max_decode_tokens=1,
         workspace_tokens=5,
     ),
     script=(step(("a", 7), ("b", 11)), step(("a", 1), ("b", 6)), step(("b", 1), ("a", 3))),
+    turn=2,
 )
 def test_latent_attention_over_ranks_is_dense_attention(
-    ranks: Any, setup: Setup, script: Script
+    ranks: Any, setup: Setup, script: Script, turn: int
 ) -> None:
-    check_script(ranks, setup, script)
+    """Every way to decode, the ways to combine taking turns."""
+    check_scripts(
+        ranks,
+        tuple(
+            replace(setup, decode=decode, combine=COMBINES[(i + turn) % len(COMBINES)])
+            for i, decode in enumerate(DECODES)
+        ),
+        script,
+    )
 
 
-CHUNKS = st.builds(
-    Chunks,
-    strategy=st.sampled_from(["auto", "gather_kv"]),
-    workspace_tokens=st.integers(1, 64) | st.just(16384),
-    max_decode_tokens=st.integers(0, 4),
-)
 CHUNKED = (step(("a", 13), ("b", 4)), step(("b", 5), ("c", 6), ("a", 1)), step(("a", 7), ("c", 2)))
 
 
-@given(setup=grouped_query_setups(), chunks=CHUNKS, script=scripts())
-@example(  # own heads of a TPA rank read KV heads 0, 1, 1 of gathered context
-    setup=plain.Setup(Topology(tp=4, dcp=4), 12, 3, q_proj="tpa"),
-    chunks=Chunks("gather_kv", 6, 1),
-    script=CHUNKED,
+@pytest.mark.parametrize(
+    "setup",
+    [
+        # own heads of a TPA rank read KV heads 0, 1, 1 of gathered context
+        plain.Setup(Topology(tp=4, dcp=4), 12, 3, q_proj="tpa", max_decode_tokens=1),
+        # groups that share a KV head with none of their neighbours
+        plain.Setup(Topology(tp=4, dcp=2), 8, 2, interleave=3, combine="ag_rs"),
+        # shares of chunks, whose context is on ranks of both axes
+        plain.Setup(Topology(tp=2, pcp=2, dcp=4), 4, 1, interleave=2, softcap=3.0),
+        # every PCP rank has all of the context
+        plain.Setup(Topology(pcp=3), 4, 2, interleave=2, max_decode_tokens=0),
+    ],
+    ids=lambda setup: str(setup.topology),
 )
-@example(  # chunks of whole requests visit the cache as decode rows do
-    setup=plain.Setup(Topology(tp=4, dcp=2), 8, 2, interleave=3, combine="ag_rs"),
-    chunks=Chunks("auto", 6, 1),
-    script=CHUNKED,
-)
-@example(  # shares of chunks, whose context is on ranks of both axes
-    setup=plain.Setup(Topology(tp=2, pcp=2, dcp=4), 4, 1, interleave=2, softcap=3.0),
-    chunks=Chunks("auto", 5, 2),
-    script=CHUNKED,
-)
-@example(  # every PCP rank has all of the context
-    setup=plain.Setup(Topology(pcp=3), 4, 2, interleave=2),
-    chunks=Chunks("auto", 5, 0),
-    script=CHUNKED,
-)
+@pytest.mark.parametrize("prefill", PREFILLS)
 def test_grouped_query_attention_of_chunks_is_dense_attention(
-    ranks: Any, setup: plain.Setup, chunks: Chunks, script: Script
+    ranks: Any, setup: plain.Setup, prefill: str
 ) -> None:
-    check_chunked(ranks, setup, chunks, script)
+    most = min(setup.max_decode_tokens, 2)
+    setup = replace(setup, prefill=prefill, workspace_tokens=6, max_decode_tokens=most)
+    answers = ranks(8).run(plain.run_script, setup, CHUNKED, n=setup.topology.world_size)
+    compare(answers, plain.Dense(setup).run(CHUNKED), setup)
 
 
 def test_the_draws_cover_every_number_of_ranks() -> None:
