@@ -50,6 +50,7 @@ class Setup:
     prefill: str = "auto"
     workspace_tokens: int = 16384
     max_decode_tokens: int = 16
+    num_blocks: int = NUM_BLOCKS
     layer_idx: int = 0
     seed: int = 0
     dtype: torch.dtype = torch.float32
@@ -263,7 +264,7 @@ def build(setup: Setup) -> Live:
         layer.cache_spec,
         layout,
         NUM_LAYERS,
-        NUM_BLOCKS,
+        setup.num_blocks,
         mesh.rank("dcp"),
         setup.dtype,
         pcp_rank=mesh.rank("pcp"),
