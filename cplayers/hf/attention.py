@@ -27,7 +27,13 @@ class HFGQAAttention(DCPGQAAttention):
         cp_plan: StepPlan,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        """See `DCPGQAAttention.forward`; the second value stands for attention weights."""
+        """See `DCPGQAAttention.forward`; the second value stands for attention weights.
+
+        gpt-oss passes each angle once, `[1, T, H/2]`; it turns the same pairs.
+        """
+        cos, sin = position_embeddings
+        if 2 * cos.shape[-1] == self.head_dim:
+            position_embeddings = cos.repeat(1, 1, 2), sin.repeat(1, 1, 2)
         return super().forward(hidden_states, position_embeddings, cp_cache, cp_plan), None
 
 

@@ -2,10 +2,44 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from cplayers.errors import ConfigError
+
+
+class Chunk(NamedTuple):
+    """A part of the new tokens, computed in one step.
+
+    Attributes:
+        counts: Its tokens of each row.
+        tokens: Which packed tokens these are `[P']`, row after row, or ``None`` for all.
+    """
+
+    counts: list[int]
+    tokens: Tensor | None
+
+    def of(self, packed: Tensor) -> Tensor:
+        """Its part of something given per packed token."""
+        return packed if self.tokens is None else packed[self.tokens.to(packed.device)]
+
+    def place(self, wanted: Tensor) -> tuple[Tensor | slice, Tensor]:
+        """Which of the ``wanted`` packed tokens `[s]` are its own, and where they are in it.
+
+        Args:
+            wanted: Packed indices over all chunks.
+
+        Returns:
+            An index into ``wanted``, and for each that it picks the index among its own tokens.
+        """
+        if self.tokens is None:
+            return slice(None), wanted
+        at = torch.searchsorted(self.tokens, wanted).clamp(max=len(self.tokens) - 1)
+        mine = self.tokens[at] == wanted
+        return mine.nonzero()[:, 0], at[mine]
 
 
 class Batch:
@@ -70,6 +104,34 @@ class Batch:
     def pack(self, x: Tensor) -> Tensor:
         """`[B, S, ...]` to the real tokens `[P, ...]`, row after row."""
         return x.flatten(0, 1) if self.real is None else x[self.real]
+
+    @property
+    def has_gaps(self) -> bool:
+        """Whether a row has padding between its tokens, cached and new."""
+        seen = self.seen()
+        if seen is None:
+            return False
+        before, behind = seen.cumsum(1) > 0, seen.flip(1).cumsum(1).flip(1) > 0
+        return bool((before & behind & ~seen).any())
+
+    def chunks(self, size: int | None) -> list[Chunk]:
+        """The new tokens in chunks of at most ``size`` of each row; ``None``: all at once.
+
+        Rows of few tokens have none left in later chunks.
+        """
+        longest = max(self.counts)
+        if size is None or longest <= size:
+            return [Chunk(self.counts, None)]
+        starts = list(itertools.accumulate(self.counts, initial=0))
+        chunks = []
+        for first in range(0, longest, size):
+            counts = [min(size, max(0, count - first)) for count in self.counts]
+            parts = [
+                torch.arange(start + first, start + first + count)
+                for start, count in zip(starts, counts, strict=False)
+            ]
+            chunks.append(Chunk(counts, torch.cat(parts)))
+        return chunks
 
     def rope_positions(self, given: Tensor | None) -> Tensor:
         """Position of each packed token for the rotary embedding, int64 `[P]`.

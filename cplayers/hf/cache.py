@@ -13,6 +13,8 @@ from cplayers.errors import ConfigError
 from cplayers.hf.batch import Batch
 
 _NAMES = itertools.count()
+CROP_TOKENS = 256
+"""Tokens that can be cropped where every layer has a sliding window: drafts that were rejected."""
 
 
 class CPCache(Cache):
@@ -24,15 +26,18 @@ class CPCache(Cache):
 
     Args:
         paged: The cache of this rank.
+        window: The widest sliding window where every layer has one; what is out of it and of
+            `CROP_TOKENS` more is given back. ``None``: nothing is.
     """
 
-    def __init__(self, paged: PagedKVCache) -> None:
+    def __init__(self, paged: PagedKVCache, window: int | None = None) -> None:
         super().__init__(layers=[])
-        self.paged = paged
+        self.paged, self.window = paged, window
         self.seqs: list[int] = []
         self.columns = 0
         self.seen: Tensor | None = None  # which columns are tokens [B, columns], None: all
         self.expected = 0  # columns that the call will need in all, if known
+        self._oldest: dict[int, int] = {}  # tokens before this position were given back
         self._finalizer: weakref.finalize[..., CPCache] | None = None
 
     def start(self, batch: int) -> None:
@@ -46,12 +51,13 @@ class CPCache(Cache):
 
         It lives in the same paged cache; blocks are shared until one side writes to them.
         """
-        copy = CPCache(self.paged)
+        copy = CPCache(self.paged, self.window)
         copy.columns, copy.seen, copy.expected = self.columns, self.seen, self.expected
         if self.seqs:
             copy._adopt([next(_NAMES) for _ in self.seqs])
             for seq, new in zip(self.seqs, copy.seqs, strict=True):
                 self.paged.fork(seq, new)
+                copy._oldest[new] = self._oldest[seq]
         return copy
 
     def __copy__(self) -> CPCache:
@@ -59,6 +65,7 @@ class CPCache(Cache):
 
     def _adopt(self, seqs: list[int]) -> None:
         self.seqs = seqs
+        self._oldest = dict.fromkeys(seqs, 0)
         self._finalizer = weakref.finalize(self, _free, self.paged, tuple(seqs))
 
     def free(self) -> None:
@@ -71,6 +78,11 @@ class CPCache(Cache):
         """Count the columns of a step that was committed."""
         self.columns += batch.columns
         self.seen = batch.seen()
+        if self.window is not None:
+            for seq in self.seqs:
+                oldest = self.paged.length(seq) + 1 - self.window - CROP_TOKENS
+                self.paged.forget(seq, oldest)
+                self._oldest[seq] = max(oldest, self._oldest[seq])
 
     # What transformers asks for
 
@@ -88,7 +100,8 @@ class CPCache(Cache):
         A positive number is the columns to keep, as transformers meant it before 5.24.
 
         Raises:
-            ConfigError: If one of the dropped columns is padding.
+            ConfigError: If one of the dropped columns is padding, or if a window of the kept ones
+                reaches tokens that were given back.
         """
         given = int(tokens_to_remove)  # older versions pass a tensor
         count = -given if given <= 0 else max(0, self.columns - given)
@@ -101,9 +114,23 @@ class CPCache(Cache):
                 "drop fewer columns",
             )
         for seq in self.seqs if count else ():
+            self._require_window(seq, count)
+        for seq in self.seqs if count else ():
             self.paged.truncate(seq, self.paged.length(seq) - count)
         self.columns = kept
         self.seen = None if self.seen is None else self.seen[:, :kept]
+
+    def _require_window(self, seq: int, count: int) -> None:
+        if self.window is None or not self._oldest[seq]:
+            return
+        most = self.paged.length(seq) + 1 - self.window - self._oldest[seq]
+        if count > most:
+            raise ConfigError(
+                f"crop of {count} columns",
+                f"all layers have sliding windows of at most {self.window} tokens, and what is out "
+                f"of them is kept for {CROP_TOKENS} tokens only, of which {most} are left",
+                f"drop at most {most} columns, or compute the prompt again",
+            )
 
     def reset(self) -> None:
         """Free all sequences."""

@@ -62,14 +62,21 @@ def check_batch(model: Any, batch: Batch, cached: list[int]) -> None:
     """Check one step of rows with ``cached`` tokens each.
 
     Raises:
-        ConfigError: On a batch of another size than the cache's, a prompt without tokens, or one
-            that is longer than the model's positions.
+        ConfigError: On a batch of another size than the cache's, a prompt without tokens, one that
+            is longer than the model's positions, or padding inside of a sliding window.
     """
     if len(cached) != batch.rows:
         raise ConfigError(
             f"a batch of {batch.rows} rows",
             f"the cache holds {len(cached)} sequences",
             "continue with the rows that the cache was started with",
+        )
+    if model.cp.has_windows and batch.has_gaps:
+        raise ConfigError(
+            "an attention_mask with padding between tokens",
+            "a sliding window counts padding, and the cache holds tokens only, so that it would "
+            "reach further back",
+            "continue rows of different lengths one by one, each with a cache of its own",
         )
     limit = getattr(model.config, "max_position_embeddings", None)
     for row, (past, new) in enumerate(zip(cached, batch.counts, strict=True)):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from cplayers.attention.linear import GatheredLinear, RowParallelLinear, adopt, is_plain
-from cplayers.hf.experts import shard_experts, unknown_layout
+from cplayers.hf.experts import expert_width, shard_experts, unknown_layout
 from cplayers.hf.families import Family
 from cplayers.mesh import CPMesh
 
@@ -49,13 +49,13 @@ def shard_dense(
     result = []
     shard: Callable[[Any, CPMesh], None]
     for name, module in model.named_modules():
-        if type(module).__name__ == family.mlp:
+        if type(module).__name__ == family.mlp and hasattr(module, "gate_proj"):
             parts = module.gate_proj, module.up_proj, module.down_proj
             known = "" if all(map(is_plain, parts)) else "its projections are not plain nn.Linear"
             width, shard = module.gate_proj.out_features, _shard_mlp
         elif name.rpartition(".")[2] == "experts":
             known = unknown_layout(module, family.experts)
-            width, shard = 0 if known else module.down_proj.shape[-1], shard_experts
+            width, shard = 0 if known else expert_width(module), shard_experts
         else:
             continue
         reason = known or _why_not(name, module, width, "intermediate size", mesh, filter_fn)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -20,10 +20,17 @@ class Family:
     Attributes:
         name: ``Llama`` for LlamaForCausalLM with LlamaAttention and LlamaMLP.
         latent: Whether the attention is multi-head latent (MLA) and not grouped-query (GQA).
+        windows: Whose sliding window counts: of none, of the whole ``model``, or of each ``layer``
+            by ``config.layer_types``. Models of the last kind take a mapping of masks by type.
+        softcap: Whether ``attn_logit_softcapping`` counts. Gemma 3 has it and does not use it.
+        caps_logits: Whether ``final_logit_softcapping`` counts.
     """
 
     name: str
     latent: bool = False
+    windows: Literal["none", "model", "layer"] = "none"
+    softcap: bool = False
+    caps_logits: bool = False
 
     @property
     def model(self) -> str:
@@ -56,9 +63,44 @@ class Family:
         )
         return (*q, "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
 
+    def masking(self, attention: Any) -> dict[str, Any]:
+        """Arguments of the layer that say which keys ``attention`` sees and how it caps logits.
 
+        A window of w means what `transformers.masking_utils.sliding_window_overlay` says: a query
+        at p sees p - w + 1 .. p.
+
+        Raises:
+            ConfigError: On attention that is not causal, or of an unknown type.
+        """
+        if self.latent:
+            return {}
+        window, config = None, attention.config
+        kinds = getattr(config, "layer_types", None) if self.windows == "layer" else None
+        if self.windows == "model":
+            window = config.sliding_window
+        elif kinds and kinds[attention.layer_idx] == SLIDING:
+            window = config.sliding_window
+            if window is None:
+                raise ConfigError(
+                    f"layer_types[{attention.layer_idx}]={SLIDING!r} with sliding_window=None",
+                    "a sliding layer has a window",
+                    "set config.sliding_window, or layer_types to full attention",
+                )
+        softcap = attention.attn_logit_softcapping if self.softcap else None
+        return {"window": window, "softcap": softcap}
+
+
+SLIDING = "sliding_attention"
+LAYER_TYPES = ("full_attention", SLIDING)
 FAMILIES = (
-    *(Family(name) for name in ("Llama", "Mistral", "Qwen2", "Qwen3")),
+    Family("Llama"),
+    Family("Mistral", windows="model"),
+    Family("Qwen2", windows="layer"),
+    Family("Qwen3", windows="layer"),
+    Family("Qwen3Moe", windows="model"),
+    Family("Gemma2", windows="layer", softcap=True, caps_logits=True),
+    Family("Gemma3", windows="layer", caps_logits=True),
+    Family("GptOss", windows="layer"),
     *(
         Family(name, latent=True)
         for name in ("DeepseekV2", "DeepseekV3", "Glm4MoeLite", "Youtu", "AXK1")
@@ -82,20 +124,25 @@ def family_of(model: PreTrainedModel) -> Family:
             f"its attention must be known; known architectures: {', '.join(known)}",
             "use one of these, or build the layers into your own stack (examples/custom_stack.py)",
         )
-    _refuse_sliding_window(model.config)
+    _refuse_unknown_masks(model.config)
     return family
 
 
-def _refuse_sliding_window(config: Any) -> None:
-    layer_types = getattr(config, "layer_types", None) or []
-    window = getattr(config, "sliding_window", None)
-    slides = "sliding_attention" in layer_types if layer_types else window is not None
-    if slides:
+def _refuse_unknown_masks(config: Any) -> None:
+    for kind in getattr(config, "layer_types", None) or ():
+        if kind not in LAYER_TYPES:
+            raise ConfigError(
+                f"layer_types with {kind!r}",
+                f"a layer sees all keys before a token or a window of them: {LAYER_TYPES}",
+                "use a model of these types of layers",
+            )
+    bidirectional = getattr(config, "use_bidirectional_attention", False)
+    if bidirectional or not getattr(config, "is_causal", True):
         raise ConfigError(
-            f"sliding_window={window}",
-            "sliding windows are not supported yet, and ignoring them would change the results",
-            "use a checkpoint without a window, or set config.sliding_window=None before building "
-            "the model if full attention is what you want",
+            f"use_bidirectional_attention={bidirectional}, "
+            f"is_causal={getattr(config, 'is_causal', True)}",
+            "a token sees the keys up to its own, as the KV cache of a generation needs it",
+            "use a causal model",
         )
 
 
@@ -105,13 +152,17 @@ def refuse_length_dependent_rope(config: Any, mesh: CPMesh) -> None:
     Raises:
         ConfigError: If ``config`` has one and the mesh splits prompts.
     """
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if kind in ("dynamic", "longrope") and mesh.size("pcp") > 1:
-        raise ConfigError(
-            f"rope_type={kind!r} with pcp={mesh.size('pcp')}",
-            "its frequencies depend on the length of the prompt, of which a rank sees its share",
-            "use pcp=1 and spread the cache over tp (dcp), or a fixed rope_type such as 'yarn'",
-        )
+    given = getattr(config, "rope_parameters", None) or {}
+    by_type = [part for part in given.values() if isinstance(part, dict)]  # Gemma 3 has two
+    for part in by_type or [given]:
+        kind = part.get("rope_type", "default")
+        if kind in ("dynamic", "longrope") and mesh.size("pcp") > 1:
+            raise ConfigError(
+                f"rope_type={kind!r} with pcp={mesh.size('pcp')}",
+                "its frequencies depend on the length of the prompt, of which a rank sees its "
+                "share",
+                "use pcp=1 and spread the cache over tp (dcp), or a fixed rope_type such as 'yarn'",
+            )
 
 
 def attention_modules(model: nn.Module, family: Family) -> list[tuple[str, nn.Module]]:

@@ -5,6 +5,8 @@ Every rank calls them with the same inputs and gets the same results.
     batch [B, S] with padding --> packed tokens [P] --> this rank's rows [T]
     the model's own embedding, rotary, layers and norm on [1, T]
     hidden of the wanted columns, gathered over PCP --> lm_head --> logits [B, S', vocab]
+
+With ``chunk_size`` the rows are computed in several steps, each planned and committed by itself.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from cplayers.hf.checks import (
     generate_option,
     share_random_state,
 )
+from cplayers.hf.families import LAYER_TYPES
 from cplayers.hf.state import CPState
 
 CACHE_NAME = (
@@ -37,6 +40,8 @@ CACHE_NAME = (
 
 NO_MASK = torch.zeros(1, 1, 1, 1)
 """A 4-D mask, which transformers hands through without building one of its own."""
+MASKS_BY_TYPE = dict.fromkeys(LAYER_TYPES)
+"""The same for models whose layers differ: a mapping is taken to be complete."""
 
 
 class ContextParallelModel:
@@ -71,7 +76,7 @@ class ContextParallelModel:
             _refuse_outputs(model, kwargs)
             self.cp.follow_weights()
             tokens = check_call(model, input_ids, inputs_embeds, given)
-            step = given if given is not None else CPCache(self.cp.cache)
+            step = given if given is not None else self.cp.new_cache()
             batch = Batch(tokens, attention_mask, step.columns, step.seen)
             started = bool(step.seqs)
             cached = [self.cp.cache.length(seq) for seq in step.seqs]
@@ -109,36 +114,68 @@ class ContextParallelModel:
         logits_to_keep: int | Tensor,
         kwargs: dict[str, Any],
     ) -> Tensor:
-        model, paged = cast("Any", self), self.cp.cache
+        paged, chunks = self.cp.cache, batch.chunks(self.cp.chunk_size)
+        before = [paged.length(seq) for seq in step.seqs]
         requests = list(zip(step.seqs, batch.counts, strict=True))
-        positions = batch.rope_positions(position_ids)
+        packed, positions = batch.pack(batch.tokens), batch.rope_positions(position_ids)
         self.cp.reserve(requests)
-        plan = paged.plan(requests)
-        embedded = batch.tokens.dim() == 3
+        if len(chunks) > 1:
+            paged.plan(requests)  # refuses what does not fit before anything is computed
+        wanted, real = batch.select(logits_to_keep)
+        hidden: Tensor | None = None
+        try:
+            for chunk in chunks:
+                plan = paged.plan(list(zip(step.seqs, chunk.counts, strict=True)))
+                rows = self._cp_rows(chunk.of(packed), chunk.of(positions), plan, kwargs)
+                mine, at = chunk.place(wanted)
+                if hidden is None:
+                    hidden = rows.new_empty(len(wanted), rows.shape[-1])
+                if len(at):
+                    hidden[mine] = gather_rows(rows, plan, self.cp.mesh, at)
+                if chunk is not chunks[-1]:
+                    paged.commit(plan)
+            assert hidden is not None
+            logits = self._cp_logits(hidden, real, batch.rows)
+            paged.commit(plan)
+        except BaseException:  # the chunks that were committed do not count either
+            for seq, length in zip(step.seqs, before, strict=True):
+                paged.truncate(seq, length)
+            raise
+        step.accept(batch)
+        return logits
+
+    def _cp_rows(
+        self, packed: Tensor, positions: Tensor, plan: StepPlan, kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Hidden states of this rank's rows `[T, hidden]`, from packed tokens or embeddings."""
+        masks = MASKS_BY_TYPE if self.cp.family.windows == "layer" else NO_MASK
         rows = {
-            "inputs_embeds" if embedded else "input_ids": _rows(batch.pack(batch.tokens), plan),
-            "position_ids": _rows(positions, plan),
+            "input_ids" if packed.dim() == 1 else "inputs_embeds": take_rows(packed, plan)[None],
+            "position_ids": take_rows(positions, plan)[None],
         }
-        hidden = model.get_decoder()(
+        output = cast("Any", self).get_decoder()(
             **rows,
-            attention_mask=NO_MASK,
+            attention_mask=masks,
             use_cache=False,
-            cp_cache=paged,
+            cp_cache=self.cp.cache,
             cp_plan=plan,
             **kwargs,
-        ).last_hidden_state[0]
-        wanted, real = batch.select(logits_to_keep)
-        hidden = gather_rows(hidden, plan, self.cp.mesh, wanted)
+        )
+        hidden: Tensor = output.last_hidden_state[0]
+        return hidden
+
+    def _cp_logits(self, hidden: Tensor, real: Tensor | None, rows: int) -> Tensor:
+        """Logits `[B, S', vocab]` of the wanted columns, from their packed hidden states."""
+        model = cast("Any", self)
         if real is None:
-            hidden = hidden.view(batch.rows, -1, hidden.shape[-1])
+            hidden = hidden.view(rows, -1, hidden.shape[-1])
         else:  # padding gets hidden state 0, and with it logits 0
             padded = hidden.new_zeros(*real.shape, hidden.shape[-1])
             padded[real.to(hidden.device)] = hidden
             hidden = padded
         logits: Tensor = model.lm_head(hidden)
-        paged.commit(plan)
-        step.accept(batch)
-        return logits
+        cap = model.config.final_logit_softcapping if self.cp.family.caps_logits else None
+        return logits if cap is None else torch.tanh(logits / cap) * cap
 
     def generate(self, inputs: Tensor | None = None, **kwargs: Any) -> Any:
         """As the model's own generate; every rank returns the same tokens, sampled ones included.
@@ -166,9 +203,10 @@ class ContextParallelModel:
         share_random_state(self.cp.mesh, model.device)
         own = given is None and generate_option(model, kwargs, "use_cache", True)
         if own:
-            kwargs[CACHE_NAME] = given = CPCache(self.cp.cache)
+            expected = 0
             if tokens is not None:
-                given.expected = tokens.shape[1] + self._cp_new_tokens(tokens.shape[1], kwargs)
+                expected = tokens.shape[1] + self._cp_new_tokens(tokens.shape[1], kwargs)
+            kwargs[CACHE_NAME] = given = self.cp.new_cache(expected)
         result = None
         try:
             result = super().generate(inputs, **kwargs)  # type: ignore[misc]
@@ -191,10 +229,6 @@ class ContextParallelModel:
             "the weights of a parallelized model are one rank's shards",
             "save the model before parallelize",
         )
-
-
-def _rows(packed: Tensor, plan: StepPlan) -> Tensor:
-    return take_rows(packed, plan)[None]
 
 
 def _refuse_outputs(model: Any, kwargs: dict[str, Any]) -> None:

@@ -34,6 +34,7 @@ def parallelize(
     workspace_tokens: int = WORKSPACE_TOKENS,
     backend: str = "auto",
     filter_fn: FilterFn | None = None,
+    chunk_size: int | None = None,
 ) -> Model:
     """Make ``model`` run context-parallel on ``mesh``; it is then called alike on all ranks.
 
@@ -62,6 +63,9 @@ def parallelize(
         backend: Local attention, see `cplayers.ops.attend`.
         filter_fn: ``filter_fn(module, name)`` is False for MLPs, experts or the lm_head to leave
             replicated.
+        chunk_size: Compute a call with more new tokens than this in a row, such as a long prompt,
+            in several steps of at most so many tokens of each row, which bounds the memory of a
+            step. ``None``: in one.
 
     Returns:
         The same object, now also a `ContextParallelModel`; ``model.cp`` tells what happened.
@@ -74,24 +78,34 @@ def parallelize(
         raise ConfigError(
             "a model that is parallelized already", "weights are cut once", "load the model again"
         )
+    if chunk_size is not None and chunk_size < 1:
+        raise ConfigError(
+            f"chunk_size={chunk_size}",
+            "a chunk has at least one token of each row",
+            "pass at least 1, in practice thousands, or None to compute prompts at once",
+        )
     family = family_of(model)
     cache = cache or CacheConfig()
     config: Any = model.config
-    validate(
-        mesh.topology,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=None if family.latent else config.num_key_value_heads,
-        block_size=cache.block_size,
-        interleave_size=cache.interleave_size,
-        combine=combine,
-        q_proj=q_proj,
-    )
+    modules = attention_modules(model, family)
+    masking = [family.masking(module) for _, module in modules]
+    for window in {options.get("window") for options in masking}:
+        validate(
+            mesh.topology,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=None if family.latent else config.num_key_value_heads,
+            block_size=cache.block_size,
+            interleave_size=cache.interleave_size,
+            combine=combine,
+            q_proj=q_proj,
+            window=window,
+        )
     refuse_length_dependent_rope(config, mesh)
     query: dict[str, Any] = _query_option(family, q_proj, decode)
     attention = HFMLAAttention if family.latent else HFGQAAttention
     core: dict[str, Any] = {"workspace_tokens": workspace_tokens, "backend": backend, "mesh": mesh}
     layers: list[Any] = []
-    for name, module in attention_modules(model, family):
+    for (name, module), masks in zip(modules, masking, strict=True):
         layer = attention.from_hf(
             module,
             mesh,
@@ -99,13 +113,14 @@ def parallelize(
             prefill=PCPPrefillAttention(prefill, **core),
             backend=backend,
             **query,
+            **masks,
         )
         model.set_submodule(name, layer)
         layers.append(layer)
     dense = shard_dense(model, family, mesh, filter_fn)
     base = type(model)
     model.__class__ = type(f"ContextParallel{base.__name__}", (ContextParallelModel, base), {})
-    cast("Any", model).cp = CPState(mesh, cache, layers, dense)
+    cast("Any", model).cp = CPState(mesh, cache, layers, dense, family, chunk_size)
     return model
 
 

@@ -8,7 +8,9 @@ from collections.abc import Hashable, Sequence
 from cplayers.attention import DCPGQAAttention, DCPMLAAttention
 from cplayers.cache import CacheConfig, InterleavedLayout, PagedKVCache
 from cplayers.errors import ConfigError
+from cplayers.hf.cache import CROP_TOKENS, CPCache
 from cplayers.hf.dense import Dense
+from cplayers.hf.families import Family
 from cplayers.mesh import CPMesh
 
 
@@ -20,6 +22,9 @@ class CPState:
         cache: This rank's paged cache.
         layers: The swapped attention layers, in order.
         dense: What happened to MLPs, experts and lm_head.
+        family: The model's architecture.
+        chunk_size: Most new tokens of a row that a step computes, or ``None``.
+        window: The widest sliding window where every layer has one, or ``None``.
     """
 
     def __init__(
@@ -28,9 +33,32 @@ class CPState:
         config: CacheConfig,
         layers: list[DCPGQAAttention] | list[DCPMLAAttention],
         dense: list[Dense],
+        family: Family,
+        chunk_size: int | None = None,
     ) -> None:
         self.mesh, self.cache_config, self.layers, self.dense = mesh, config, layers, dense
+        self.family, self.chunk_size = family, chunk_size
+        windows = [layer.scoring.window for layer in layers]
+        found = [window for window in windows if window is not None]
+        self.window = max(found) if len(found) == len(windows) else None
+        self._windows = Counter(found)
         self.cache = self._new_cache()
+
+    @property
+    def has_windows(self) -> bool:
+        """Whether some layer has a sliding window."""
+        return bool(self._windows)
+
+    def new_cache(self, expected: int = 0) -> CPCache:
+        """An empty cache for a call.
+
+        Args:
+            expected: Columns that it will need in all, if known; a guess.
+        """
+        cache = CPCache(self.cache, self.window)
+        if self.window is None:  # otherwise the end of it is not held together with the beginning
+            cache.expected = expected
+        return cache
 
     def _new_cache(self) -> PagedKVCache:
         weight, config, mesh = self.layers[0].o_proj.weight, self.cache_config, self.mesh
@@ -89,6 +117,15 @@ class CPState:
             f"cache      {cache.layout}, {cache.token_bytes} bytes per token on its owner, "
             f"{cache.nbytes} bytes on this rank ({cache.used_bytes} in use)",
         ]
+        for window, count in sorted(self._windows.items()):
+            lines.append(f"windows    {window} tokens in {count} of {len(self.layers)} layers")
+        if self.window is not None:
+            lines.append(
+                f"           blocks that are out of {self.window} + {CROP_TOKENS} tokens are given "
+                "back after each call"
+            )
+        if self.chunk_size is not None:
+            lines.append(f"chunks     at most {self.chunk_size} new tokens of a row in a step")
         if not self.dense:
             lines.append("dense      as it was (tp=1)")
         else:
