@@ -52,10 +52,11 @@ from cplayers.attention.planes import CachedLayer, Expand
 from cplayers.attention.prefill import PCPPrefillAttention
 from cplayers.attention.scoring import Scoring
 from cplayers.cache import StepPlan
+from cplayers.cache.layouts import require_positive
 from cplayers.cache.prefill import Choice, Prefill
 from cplayers.errors import ConfigError
 from cplayers.mesh import CPMesh, validate
-from cplayers.ops import Partial, merge, require_backend, yarn_mscale
+from cplayers.ops import Partial, merge_stream, require_backend, yarn_mscale
 
 Decode = Literal["gather_q", "replicate_q", "gather_kv", "auto"]
 
@@ -145,6 +146,14 @@ class DCPMLAAttention(MLAProjections):
         )
         require_backend(backend)
         require_decode(decode)
+        for name, dim in (
+            ("q_lora_rank", 1 if q_lora_rank is None else q_lora_rank),
+            ("kv_lora_rank", kv_lora_rank),
+            ("qk_nope_head_dim", qk_nope_head_dim),
+            ("qk_rope_head_dim", qk_rope_head_dim),
+            ("v_head_dim", v_head_dim),
+        ):
+            require_positive(name, dim)
         if qk_rope_head_dim % 2:
             raise ConfigError(
                 f"qk_rope_head_dim={qk_rope_head_dim}", "rope turns pairs", "make it even"
@@ -209,14 +218,13 @@ class DCPMLAAttention(MLAProjections):
         if self.decode_strategy(layer.plan) != "gather_kv":
             return self._visit(rows, layer, None)
         layer.cache.write(layer.plan, self.layer_idx, layer.plan.decode_writes, *rows.planes)
-        form, partials = self._own_form(rows), list[Partial]()
-        context, workspace = layer.plan.decode_context, self.prefill.workspace_tokens
-        for partial in attend_context(
-            form.q, layer, context, form.expand, self.scoring, self.mesh, workspace
-        ):
-            partials = [merge([*partials, partial])]
-        (partial,) = partials  # a row that decodes sees itself: there is one
-        return Partial(form.finish(partial.out), partial.lse)
+        form, context = self._own_form(rows), layer.plan.decode_context
+        workspace = self.prefill.workspace_tokens
+        merged = merge_stream(
+            attend_context(form.q, layer, context, form.expand, self.scoring, self.mesh, workspace)
+        )
+        assert merged is not None, "a row that decodes sees itself"
+        return Partial(form.finish(merged.out), merged.lse)
 
     def _prompt(self, rows: Rows, layer: CachedLayer, prefill: Prefill) -> Partial:
         strategy = self.prefill.choose(prefill, self.sizes)

@@ -160,7 +160,8 @@ class MLAProjections(CachedAttention):
             **kwargs: Further arguments of the constructor (``layer_idx``, ``decode``, ...).
 
         Raises:
-            ConfigError: If not exactly one way of projecting queries is given.
+            ConfigError: If not exactly one way of projecting queries is given, or a bias on a
+                projection to heads.
         """
         direct = q_proj is not None
         parts = (q_a_proj, q_a_layernorm, q_b_proj)
@@ -171,6 +172,13 @@ class MLAProjections(CachedAttention):
                 "queries are projected directly or through a latent of their own",
                 "pass q_proj, or the other three",
             )
+        for name, linear in (("the query projection", to_heads), ("kv_b_proj", kv_b_proj)):
+            if linear.bias is not None:
+                raise ConfigError(
+                    f"{name} with a bias",
+                    "projections from a latent to heads have none, and it would be left out",
+                    "pass the layer of a model of the DeepSeek family",
+                )
         head_dim = qk_nope_head_dim + qk_rope_head_dim
         num_heads = to_heads.out_features // head_dim
         value_dim = o_proj.in_features // num_heads

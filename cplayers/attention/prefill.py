@@ -21,6 +21,9 @@ divides P there is none; for one prompt of about 2,000 tokens on up to 8 ranks i
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import chain
+
 from torch import Tensor, nn
 
 from cplayers.attention.costs import Sizes
@@ -33,7 +36,7 @@ from cplayers.cache import StepPlan
 from cplayers.cache.prefill import Choice, Prefill
 from cplayers.errors import ConfigError
 from cplayers.mesh import CPMesh
-from cplayers.ops import Partial, empty, merge, require_backend
+from cplayers.ops import Partial, empty, merge_stream, require_backend
 
 STRATEGIES = ("auto", "gather_q", "gather_kv", "ring")
 WORKSPACE_TOKENS = 16384
@@ -208,16 +211,17 @@ class PCPPrefillAttention(nn.Module):
         new, context = (
             (ring_new, ring_context) if strategy == "ring" else (attend_new, attend_context)
         )
-        partials = list(new(q, planes, prefill, cached, expand, scoring, self.mesh))
+        partials: Iterator[Partial]
+        partials = new(q, planes, prefill, cached, expand, scoring, self.mesh)
         if cached is not None:
-            for partial in context(
-                q, cached, prefill.context, expand, scoring, self.mesh, self.workspace_tokens
-            ):
-                partials = [merge([*partials, partial])]  # one by one, so that memory is bounded
-        if not partials:  # no rows on this rank
+            over, workspace = prefill.context, self.workspace_tokens
+            cached_ones = context(q, cached, over, expand, scoring, self.mesh, workspace)
+            partials = chain(partials, cached_ones)
+        merged = merge_stream(partials)
+        if merged is None:  # no rows on this rank
             _, values = expand([plane[:0] for plane in planes])
             return empty(len(q), q.shape[1], values.shape[-1], dtype=q.dtype, device=q.device)
-        return partials[0] if len(partials) == 1 else merge(partials)
+        return merged
 
     def _sizes(self, q: Tensor, planes: Planes, how: Visit) -> Sizes:
         """Of a call without a layer."""

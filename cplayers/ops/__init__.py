@@ -9,6 +9,7 @@ from cplayers.ops.partial import (
     empty,
     merge,
     merge_stacked,
+    merge_stream,
     scale_weights,
     weigh,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "empty",
     "merge",
     "merge_stacked",
+    "merge_stream",
     "require_backend",
     "scale_weights",
     "select",

@@ -12,7 +12,7 @@ first line and of the factor in the second, `weigh` of the product.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -107,6 +107,28 @@ def merge(partials: Sequence[Partial]) -> Partial:
     for partial, weight in zip(partials[1:], weights[1:], strict=True):
         total = total + weigh(partial.out, weight)
     return Partial(total.to(partials[0].out.dtype), merged.float())
+
+
+def merge_stream(partials: Iterable[Partial]) -> Partial | None:
+    """Merge partials as they come, so that two of them are held at a time.
+
+    The sum is kept in fp32 (fp64 for fp64 outputs) and rounded once, however many there are.
+
+    Args:
+        partials: All of one shape and dtype.
+
+    Returns:
+        out in the dtype of the given ones, lse in fp32; ``None`` if there were none.
+    """
+    total: Partial | None = None
+    dtype = torch.float32
+    for partial in partials:
+        if total is None:
+            dtype = partial.out.dtype
+            total = Partial(partial.out.to(torch.promote_types(dtype, torch.float32)), partial.lse)
+        else:
+            total = merge([total, partial])
+    return None if total is None else Partial(total.out.to(dtype), total.lse)
 
 
 def add_sink(partial: Partial, sink: Tensor) -> Partial:

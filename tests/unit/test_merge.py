@@ -18,6 +18,7 @@ from cplayers.ops import (
     empty,
     merge,
     merge_stacked,
+    merge_stream,
     scale_weights,
     weigh,
 )
@@ -104,6 +105,29 @@ def test_empty_is_the_identity() -> None:
 def test_merge_of_none_says_what_to_do() -> None:
     with pytest.raises(ValueError, match=r"0 partials.*use empty"):
         merge([])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_a_stream_is_rounded_once(dtype: torch.dtype) -> None:
+    """A thousand partials, of which none outweighs the others."""
+    generator = torch.Generator().manual_seed(0)
+    out = (1 + 0.1 * torch.randn(1000, 2, 3, 4, generator=generator)).to(dtype)
+    lse = torch.randn(1000, 2, 3, generator=generator)
+    lse[::7] = -math.inf
+    merged = merge_stream(Partial(*pair) for pair in zip(out, lse, strict=True))
+    assert merged is not None and merged.out.dtype == dtype and merged.lse.dtype == torch.float32
+    weights = lse.double().softmax(0)
+    exact = (weights[..., None] * out.double()).sum(0)
+    assert (merged.out.double() - exact).abs().max() < torch.finfo(dtype).eps / 2 + 2e-6
+    torch.testing.assert_close(merged.lse.double(), lse.double().logsumexp(0), rtol=0, atol=1e-4)
+
+
+def test_a_stream_of_one_is_that_one_and_of_none_is_none() -> None:
+    partial = Partial(torch.randn(2, 3, 4).bfloat16(), torch.randn(2, 3))
+    merged = merge_stream([partial])
+    assert merged is not None
+    assert merged.out.equal(partial.out) and merged.lse.equal(partial.lse)
+    assert merge_stream([]) is None
 
 
 def test_sink_is_one_more_logit_per_head() -> None:
