@@ -104,6 +104,8 @@ def test_few_rows_over_many_keys(group: int) -> None:
     keys = rows_cpu.MIN_BYTES // (64 * 4)
     q, k, v = tensors(1, keys, heads=group, kv_heads=1, dim=64, value_dim=64)
     assert rows_cpu.pays(q, k.transpose(0, 1))
+    apart = torch.empty(keys, 2, 64)[:, :1]  # slow on the left of a product
+    assert not rows_cpu.pays(q, apart.transpose(0, 1))
     assert select(q, k, v) == "cpu"
     lo, hi = torch.tensor([0]), torch.tensor([keys])
     out, lse = attend(q, k, v, lo, hi, scale=0.125)
