@@ -207,7 +207,12 @@ def show(facts: dict[str, Any]) -> None:
     ):
         cells = (f"{values[part]:12.2e}" if part in values else " " * 12 for part in PARTS)
         print(f"{name:24}{''.join(cells)}")
-    print(f"\n{'time':24}{'step ms':>12}{'attend ms':>12}{'read ms':>12}{'step/read':>12}")
+    operations = 2 * s["new"] * s["heads"] * (2 * LATENT + ROPE)  # per key, absorbed form
+    print(
+        f"\na rank's attention: {operations * max(tokens) / 1e9:.2f} GFLOP, "
+        f"{operations / memory['token_bytes']:.0f} operations per byte that is read"
+    )
+    print(f"{'time':24}{'step ms':>12}{'attend ms':>12}{'read ms':>12}{'step/read':>12}")
     for run in facts["runs"]:
         step, attend, one_pass = (1e3 * run["seconds"][k] for k in ("step", "attend", "read"))
         print(

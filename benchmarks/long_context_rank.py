@@ -15,7 +15,6 @@ from long_context_exact import (
     LATENT,
     NOPE,
     ROPE,
-    SCALE,
     WIDTH,
     Settings,
     grain,
@@ -25,7 +24,7 @@ from long_context_exact import (
 from torch import Tensor, nn
 
 from cplayers import CPMesh, DCPMLAAttention, InterleavedLayout, MLASpec, PagedKVCache, Topology
-from cplayers.attention import attend_cached
+from cplayers.attention import CachedLayer, attend_cached
 from cplayers.cache import StepPlan
 
 SEQ = "context"
@@ -113,7 +112,8 @@ def run_variant(
         with mesh.traffic.capture() as log:
             seconds, y = timed(mesh, lambda p=plan: layer(x, (cos, sin), cache, p))
         times["step"].append(seconds)
-        attend = timed(mesh, lambda p=plan: attend_cached(q, cache, p.reads(), 0, scale=SCALE))
+        cached = CachedLayer(cache, plan, 0)
+        attend = timed(mesh, lambda c=cached: attend_cached(q, c, c.plan.reads(), layer.scoring))
         times["attend"].append(attend[0])
         times["read"].append(timed(mesh, lambda p=plan: read(cache, p))[0])
         cache.commit(plan)
