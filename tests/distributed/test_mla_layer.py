@@ -43,6 +43,7 @@ TOPOLOGIES = [
     Topology(pcp=2),
     Topology(tp=2, pcp=3),
     Topology(tp=2, dcp=2),
+    Topology(tp=2, dcp=2, dp=2),
     Topology(tp=3, dcp=3),
     Topology(tp=4, dcp=2),
     Topology(tp=4, dcp=4),

@@ -231,8 +231,8 @@ AUTO = [
     (Topology(tp=2, pcp=2, dcp=4), torch.bfloat16),
     (Topology(tp=2, pcp=2, dcp=2), torch.float32),
 ]
-GRID_CONTEXTS = (1, 2, 3, 5, 8, 11, 16, 24, 40, 77, 150)
-GRID_ROWS = (1, 2, 3, 5, 9, 16)
+GRID_CONTEXTS = (1, 3, 8, 16, 40, 77, 150)
+GRID_ROWS = (1, 3, 9, 16)
 
 
 def grid(setup: Setup) -> list[tuple[tuple[int, int], dict[str, Records], bool]]:
