@@ -99,24 +99,30 @@ class CPCache(Cache):
 
         A positive number is the columns to keep, as transformers meant it before 5.24.
 
+        Of a column that is padding in some rows, the tokens of the others are dropped.
+
         Raises:
-            ConfigError: If one of the dropped columns is padding, or if a window of the kept ones
-                reaches tokens that were given back.
+            ConfigError: If there are fewer columns, or if a window of the kept ones reaches tokens
+                that were given back.
         """
         given = int(tokens_to_remove)  # older versions pass a tensor
         count = -given if given <= 0 else max(0, self.columns - given)
         kept = self.columns - count
-        if kept < 0 or (self.seen is not None and not self.seen[:, kept:].all()):
+        if kept < 0:
             raise ConfigError(
                 f"crop of {count} columns",
-                f"only tokens can be dropped, and of the last {self.columns} columns some are "
-                "padding or missing",
-                "drop fewer columns",
+                f"the cache has {self.columns} columns",
+                "drop at most these",
             )
-        for seq in self.seqs if count else ():
-            self._require_window(seq, count)
-        for seq in self.seqs if count else ():
-            self.paged.truncate(seq, self.paged.length(seq) - count)
+        if count == 0:
+            return
+        counts = [count] * len(self.seqs)
+        if self.seen is not None:
+            counts = self.seen[:, kept:].sum(1).tolist()
+        for seq, tokens in zip(self.seqs, counts, strict=True):
+            self._require_window(seq, tokens)
+        for seq, tokens in zip(self.seqs, counts, strict=True):
+            self.paged.truncate(seq, self.paged.length(seq) - tokens)
         self.columns = kept
         self.seen = None if self.seen is None else self.seen[:, :kept]
 
@@ -126,10 +132,10 @@ class CPCache(Cache):
         most = self.paged.length(seq) + 1 - self.window - self._oldest[seq]
         if count > most:
             raise ConfigError(
-                f"crop of {count} columns",
+                f"crop of {count} tokens",
                 f"all layers have sliding windows of at most {self.window} tokens, and what is out "
                 f"of them is kept for {CROP_TOKENS} tokens only, of which {most} are left",
-                f"drop at most {most} columns, or compute the prompt again",
+                f"drop at most {most} tokens, or compute the prompt again",
             )
 
     def reset(self) -> None:

@@ -99,8 +99,9 @@ def check_generate(model: Any, options: dict[str, Any]) -> None:
     """Check the options of ``generate``.
 
     Raises:
-        ConfigError: On beam search, multi-token prediction, a foreign cache implementation, a time
-            limit over several ranks, ``use_cache=False`` with a cache, or padding on the right.
+        ConfigError: On beam search, multi-token prediction, early exit, a foreign cache
+            implementation, a time limit over several ranks, ``use_cache=False`` with a cache, or
+            padding on the right.
     """
     beams = generate_option(model, options, "num_beams", 1)
     if beams != 1:
@@ -114,6 +115,12 @@ def check_generate(model: Any, options: dict[str, Any]) -> None:
             "use_mtp=True",
             "multi-token prediction needs hidden states and a cache of its own, which are not kept",
             "leave use_mtp out",
+        )
+    if generate_option(model, options, "assistant_early_exit", None) is not None:
+        raise ConfigError(
+            "assistant_early_exit",
+            "a draft of the first layers would fill only their part of the cache",
+            "leave it out, or draft with assistant_model or prompt_lookup_num_tokens",
         )
     implementation = generate_option(model, options, "cache_implementation", "dynamic")
     if implementation != "dynamic":

@@ -149,13 +149,13 @@ def go_far(tiny: TinyWindow, layout: LayoutWindow, ids: Tensor, steps: int):
     for at in range(steps, 0, -1):
         logits.append(model(ids[:, ids.shape[1] - at, None], cache=cache).logits)
         used.append(model.cp.cache.pool.num_used)
-    with pytest.raises(ConfigError, match=r"crop of 257 columns.*at most 8 tokens.*at most 256"):
+    with pytest.raises(ConfigError, match=r"crop of 257 tokens.*at most 8 tokens.*at most 256"):
         cache.crop(-CROP_TOKENS - 1)
     assert cache.get_seq_length() == ids.shape[1]
     assert not any(cache.is_sliding)
     cache.crop(-100)
     cache.crop(100 - CROP_TOKENS)
-    with pytest.raises(ConfigError, match=r"crop of 1 columns.*at most 0 columns"):
+    with pytest.raises(ConfigError, match=r"crop of 1 tokens.*at most 0 tokens"):
         cache.crop(-1)
     logits.append(model(ids[:, -CROP_TOKENS:], cache=cache).logits)
     blocks = model.cp.cache.layout.blocks(ids.shape[1])
