@@ -152,7 +152,9 @@ def test_math_has_gradients() -> None:
     [
         ({}, "cpu"),
         ({"softcap": 2.0}, "math"),
-        ({"value_dim": 5}, "math"),
+        ({"value_dim": 5}, "cpu"),
+        ({"value_dim": 5, "dtype": torch.bfloat16}, "flash_cpu"),
+        ({"value_dim": 17}, "math"),
         ({"dtype": torch.bfloat16}, "flash_cpu"),
     ],
 )
@@ -178,7 +180,7 @@ def test_strided_vectors_are_not_given_to_flash() -> None:
     ("backend", "softcap", "value_dim", "message"),
     [
         ("flash_cpu", 2.0, 16, r"flash_cpu.*no softcap, 2\.0.*math"),
-        ("cpu", None, 5, r"cpu.*V=5, H=16.*use auto or one of rows_cpu, math"),
+        ("cpu", None, 17, r"cpu.*V=17, H=16.*use auto or one of rows_cpu, math"),
         ("cudnn", None, 16, "cudnn.*no such backend.*cpu, flash_cpu, rows_cpu, math"),
     ],
 )

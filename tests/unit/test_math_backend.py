@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from cplayers.errors import ConfigError
 from cplayers.ops import attend, available_backends, select
 from cplayers.ops.backends import math as backend
 from cplayers.testing.conformance import check_backend
@@ -329,6 +330,10 @@ def test_few_rows_have_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, *NARROW])
 def test_auto_takes_it_for_latents(dtype: torch.dtype) -> None:
-    q, k, v = (t.to(dtype) for t in latents(2, 30))
+    q, k, v = latents(2, 30)
+    q, k = q.to(dtype), k.to(dtype)
+    v = k[..., : v.shape[2]]
     assert select(q, k, v) == "math"
+    with pytest.raises(ConfigError, match="v is a part of k"):
+        attend(q, k, v, torch.tensor([0, 0]), torch.tensor([3, 30]), scale=1.0, backend="flash_cpu")
     assert "math" in available_backends(q, k, v)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from cplayers.ops.backends.base import Backend
-from cplayers.ops.backends.tiled import Kernels, pack, unpack
+from cplayers.ops.backends.tiled import Kernels, is_prefix, pack, unpack
 from cplayers.ops.partial import Partial, empty, merge
 from cplayers.ops.spans import Tile
 
@@ -145,7 +145,7 @@ def _attend_in_chunks(
     size, max_scores = (CHUNK, CHUNK_SCORES) if k.device.type == "cpu" else (MAX_SCORES, MAX_SCORES)
     chunk = min(num_keys, max(MIN_KEYS, size // (num_kv_heads * dim) // ALIGN * ALIGN))
     step = max(1, max_scores // (q.shape[1] * chunk))
-    shared = _is_prefix(v, k)
+    shared = is_prefix(v, k)
     # One buffer for all chunks stays in cache; gradients need each chunk as it was.
     recording = torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v))
     k_buffer = None if recording else _buffer(k, chunk)
@@ -193,16 +193,6 @@ def _hide(scores: Tensor, first: int, bounds: tuple[Tensor, Tensor]) -> None:
     lo, hi = (b.unsqueeze(1) for b in bounds)
     hidden = ((keys < lo) | (keys >= hi)).repeat_interleave(scores.shape[1] // len(lo), 0)
     scores.masked_fill_(hidden, float("-inf"))
-
-
-def _is_prefix(v: Tensor, k: Tensor) -> bool:
-    """Whether v is the first columns of k, as with latents, so that one copy serves both."""
-    return (
-        v.data_ptr() == k.data_ptr()
-        and v.stride() == k.stride()
-        and v.shape[2] <= k.shape[2]
-        and v.requires_grad == k.requires_grad  # a detached view must stay without gradient
-    )
 
 
 def _buffer(x: Tensor, keys: int) -> Tensor:

@@ -128,3 +128,13 @@ def unpack(rows: Partial, num_tokens: int) -> Partial:
 def device_refusal(q: Tensor) -> str | None:
     """Why a backend made for the CPU cannot take ``q``."""
     return None if q.device.type == "cpu" else f"it runs on the CPU, q is on {q.device}"
+
+
+def is_prefix(v: Tensor, k: Tensor) -> bool:
+    """Whether v is the first columns of k, as with latents, so that one copy serves both."""
+    return (
+        v.data_ptr() == k.data_ptr()
+        and v.stride() == k.stride()
+        and v.shape[2] <= k.shape[2]
+        and v.requires_grad == k.requires_grad  # a detached view must stay without gradient
+    )
