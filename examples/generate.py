@@ -65,6 +65,7 @@ class GenerateConf:
     prefill: PrefillConf = field(default_factory=PrefillConf)
     model: ModelConf = field(default_factory=ModelConf)
     generation: GenerationConf = field(default_factory=GenerationConf)
+    chunk_size: int | None = None  # most tokens of the prompt in a step; by default all of them
     prompt_file: str = str(Path(__file__).with_name("document.txt"))
     question: str = "When did the lighthouse first use an electric lamp?"
     check: bool = True  # also run the plain model, on rank 0, and compare
@@ -120,12 +121,16 @@ class Recorder(BaseStreamer):
 
 
 @contextlib.contextmanager
-def prefill_bar(model: LlamaForCausalLM, tokens: int, console: Console) -> Iterator[None]:
-    """Show how far the first forward pass is, layer by layer."""
+def prefill_bar(
+    model: LlamaForCausalLM, tokens: int, chunk_size: int | None, console: Console
+) -> Iterator[None]:
+    """Show how far the prompt is, layer by layer and chunk by chunk."""
     layers = model.get_decoder().layers
+    chunks = 1 if chunk_size is None else -(-tokens // chunk_size)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     progress = Progress(*columns, TimeElapsedColumn(), console=console)
-    task = progress.add_task(f"Prompt of {tokens} tokens, layers:", total=len(layers))
+    work = f"{chunks} chunks, layers:" if chunks > 1 else "layers:"
+    task = progress.add_task(f"Prompt of {tokens} tokens, {work}", total=len(layers) * chunks)
     handles: list[Any] = []
 
     def layer_done(*_: object) -> None:
@@ -248,11 +253,12 @@ def run(cfg: Any) -> None:
         prefill=cfg.prefill.strategy,
         workspace_tokens=cfg.prefill.workspace_tokens,
         backend=cfg.attention.backend,
+        chunk_size=cfg.chunk_size,
     )
     console.print(f"[bold]{cfg.question}[/bold]")
     text = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     recorder = Recorder(model.cp, text if RANK == 0 else None)
-    with prefill_bar(model, inputs["input_ids"].shape[1], console):
+    with prefill_bar(model, inputs["input_ids"].shape[1], cfg.chunk_size, console):
         here = generate(model, inputs, cfg.generation, recorder)
     del model
     if RANK == 0:

@@ -74,3 +74,21 @@ def test_64_tokens_after_a_long_document_equal_the_plain_model(ranks, smollm2, t
         if topology.tp == 9:
             assert "intermediate size 1536 is not divisible by tp=9" in report
             assert "vocabulary size 49152 is not divisible by tp=9" in report
+
+
+def look_up(folder: Path, topology: Topology, chunk_size: int | None):
+    model = parallelize(load(folder), CPMesh(topology), chunk_size=chunk_size)
+    forwards: list[int] = []
+    model.model.norm.register_forward_hook(lambda *_: forwards.append(1))
+    tokens = model.generate(prompt(folder), prompt_lookup_num_tokens=8, **OPTIONS)
+    return tokens, len(forwards)
+
+
+@pytest.mark.timeout(900)
+def test_drafts_from_the_prompt_give_the_tokens_of_the_plain_model(ranks, smollm2) -> None:
+    expected, size = plain(smollm2), 512
+    chunks = -(-(expected.shape[1] - NEW) // size)
+    args = smollm2, Topology(pcp=2, dcp=2), size
+    for tokens, forwards in ranks(2).run(look_up, *args, timeout=800):
+        assert torch.equal(tokens, expected)
+        assert forwards < chunks + NEW - 1, "no draft was accepted"
