@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -73,6 +74,7 @@ class Settings:
 # What is given: weights, the new tokens, the cached latents. Alike on all ranks.
 
 
+@lru_cache(maxsize=1)  # every variant has the same, and a layer cuts copies
 def weights(settings: Settings) -> dict[str, Tensor]:
     """The unsharded layer's, by transformers' names."""
     generator = torch.Generator().manual_seed(settings.seed)
