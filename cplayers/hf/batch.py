@@ -37,7 +37,7 @@ class Chunk(NamedTuple):
         """
         if self.tokens is None:
             return slice(None), wanted
-        at = torch.searchsorted(self.tokens, wanted).clamp(max=len(self.tokens) - 1)
+        at = torch.searchsorted(self.tokens, wanted.contiguous()).clamp(max=len(self.tokens) - 1)
         mine = self.tokens[at] == wanted
         return mine.nonzero()[:, 0], at[mine]
 
