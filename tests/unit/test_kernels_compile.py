@@ -158,12 +158,14 @@ def test_chunks(dim: int, value_dim: int, arch: int, tmp_path: Path) -> None:
         {"dim": 128, "value_dim": 128, "group": 1, "num_splits": 1, "kv_heads": 8},
         {"dim": 128, "value_dim": 128, "group": 4, "paged": False, "rows": 48},
         {"dim": 192, "value_dim": 128, "group": 1, "paged": False, "rows": 48},
+        {"dim": 512, "value_dim": 512, "group": 4, "rows": 48},
+        {"dim": 512, "value_dim": 512, "group": 4, "rows": 48, "dtype": F32},
         {"dim": 24, "value_dim": 5, "group": 2},
     ],
     ids=str,
 )
 def test_other_attention(options: dict[str, Any], arch: int, tmp_path: Path) -> None:
-    build(attention(dtype=B16, **options), arch, tmp_path)
+    build(attention(**({"dtype": B16} | options)), arch, tmp_path)
 
 
 @pytest.mark.parametrize("arch", SHARED_MEMORY)

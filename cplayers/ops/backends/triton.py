@@ -19,7 +19,7 @@ from cplayers.ops.spans import Tile
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What it takes."""
 
-MAX_DIM = 1024
+MAX_DIM, MAX_VALUE_DIM = 576, 512
 """Largest head and value dimension."""
 
 CAPABILITY = (8, 0)
@@ -54,8 +54,9 @@ def refuse(q: Tensor, k: Tensor, v: Tensor, softcap: float | None) -> str | None
         return f"it needs compute capability 8.0, {q.device} has {'.'.join(map(str, capability))}"
     if q.dtype not in DTYPES:
         return f"it takes fp32, bf16 and fp16, q is {q.dtype}"
-    if max(q.shape[-1], v.shape[-1]) > MAX_DIM:
-        return f"it takes H and V up to {MAX_DIM}, got H={q.shape[-1]}, V={v.shape[-1]}"
+    if q.shape[-1] > MAX_DIM or v.shape[-1] > MAX_VALUE_DIM:
+        limits = f"H up to {MAX_DIM} and V up to {MAX_VALUE_DIM}"
+        return f"it takes {limits}, got H={q.shape[-1]}, V={v.shape[-1]}"
     if q.shape[-1] > 1 and not q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         return "it needs q, k and v contiguous in their last dimension"
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):

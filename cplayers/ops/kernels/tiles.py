@@ -19,8 +19,8 @@ from cplayers.errors import ConfigError
 MIN_ROWS, MAX_ROWS = 16, 32
 """Fewest rows of a tensor-core product, and most rows of a program."""
 
-MAX_DIM = 1024
-"""Largest head and value dimension: accumulators of more do not fit in registers."""
+MAX_DIM, MAX_VALUE_DIM = 576, 512
+"""Largest head and value dimension: what is known to fit into registers and shared memory."""
 
 MIN_SPLIT_KEYS = 256
 """Fewest keys of a split: below, writing and merging partials costs more than reading keys."""
@@ -80,10 +80,10 @@ def tile_shape(
     Raises:
         ConfigError: A dimension is too large, or ``tile_rows`` is neither 16 nor 32.
     """
-    if not (1 <= head_dim <= MAX_DIM and 1 <= value_dim <= MAX_DIM):
+    if not (1 <= head_dim <= MAX_DIM and 1 <= value_dim <= MAX_VALUE_DIM):
         raise ConfigError(
             f"H={head_dim}, V={value_dim}",
-            f"head and value dimensions are 1 to {MAX_DIM}",
+            f"H is 1 to {MAX_DIM}, and V 1 to {MAX_VALUE_DIM}",
             'use backend="math"',
         )
     if tile_rows not in (None, MIN_ROWS, MAX_ROWS):
@@ -101,7 +101,7 @@ def tile_shape(
     else:
         most = tile_rows or MAX_ROWS
         # Looking slots up takes a stage of its own: with 3 the next keys are on their way.
-        block_n, stages = (64 if wide <= 128 else 32), 3
+        block_n, stages = (64 if wide <= 256 else 32), 3
         warps = 8 if wide > 128 else 4
     heads = min(group, most)
     tokens = max(1, min(rows_per_request, most // heads))
