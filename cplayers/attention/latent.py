@@ -42,8 +42,9 @@ class UpProjection(NamedTuple):
 
     def values(self, out: Tensor) -> Tensor:
         """W_UV of attention outputs in the latent: `[T, N, L]` to `[T, N, V]`."""
-        w_uv = self.weight[:, self.nope_dim :].transpose(1, 2)
-        return torch.bmm(out.transpose(0, 1), w_uv).transpose(0, 1)
+        # the weight on the left: on the right, in bf16, its transpose is copied, at 4 times the time
+        w_uv = self.weight[:, self.nope_dim :]
+        return torch.bmm(w_uv, out.permute(1, 2, 0)).permute(2, 0, 1)
 
     def expand(self, planes: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """Keys `[S, N, P + R]` and values `[S, N, V]` of stored rows `[S, 1, L + R]`."""
