@@ -44,7 +44,7 @@ On keys of 1.5 MiB and below (s = 2048, K = 3, H = 64) flash wins or ties at eve
 def pays(q: Tensor, k: Tensor) -> bool:
     """Whether `full` beats flash for q `[t, N, H]`, k `[K, s, H]`.
 
-    Not on keys whose rows lie apart, such as token-major ones, where it takes up to 3 times as long.
+    Not on keys whose rows lie apart, as token-major ones do: it takes up to 3 times as long there.
     """
     return (
         q.shape[0] * q.shape[1] <= MAX_ROWS * k.shape[0]
