@@ -42,7 +42,7 @@ class UpProjection(NamedTuple):
 
     def values(self, out: Tensor) -> Tensor:
         """W_UV of attention outputs in the latent: `[T, N, L]` to `[T, N, V]`."""
-        # the weight on the left: on the right, in bf16, its transpose is copied, at 4 times the time
+        # the weight on the left: on the right, in bf16, its transpose would be copied
         w_uv = self.weight[:, self.nope_dim :]
         return torch.bmm(w_uv, out.permute(1, 2, 0)).permute(2, 0, 1)
 
