@@ -29,8 +29,9 @@ PUBLIC = {
         AXES CPMesh Coords Ring Topology TrafficLog TrafficRecord legal_dcp validate
     """,
     "cplayers.ops": """
-        Partial Spans Tile add_sink apply_rope attend attention_reference available_backends empty
-        merge merge_stacked merge_stream require_backend scale_weights select spans tile_rows weigh yarn_mscale
+        Partial Spans Tile add_sink apply_rope attend attention_reference available_backends
+        empty merge merge_stacked merge_stream require_backend scale_weights select spans
+        tile_rows weigh yarn_mscale
     """,
     "cplayers.cache": """
         BlockPool CacheConfig CacheSpec GQASpec InterleavedLayout Layout MLASpec PagedKVCache
