@@ -38,7 +38,8 @@ def poisoned() -> Iterator[None]:
     empty = torch.empty
 
     def filled(*args: Any, **kwargs: Any) -> Tensor:
-        return empty(*args, **kwargs).fill_(math.nan)
+        given = empty(*args, **kwargs)
+        return given.fill_(math.nan) if given.is_floating_point() else given
 
     with mock.patch.object(torch, "empty", filled):
         yield
@@ -235,16 +236,17 @@ def assert_close(out: Tensor, expected: Tensor, allowed: float, what: str) -> No
 
 
 def check_far_heads(device: str) -> None:
-    """Heads whose keys are 2**31 elements apart."""
-    far = 2**31
-    memory = torch.empty(far + 2**12, dtype=B16, device=device)
-    cache = memory.as_strided((2, 32, 64), (far, 64, 1))
+    """Heads 2**30 elements apart: the last one begins where 32 bits end."""
+    far = 2**30
+    memory = torch.empty(2 * far + 2**12, dtype=B16, device=device)
+    cache = memory.as_strided((3, 32, 64), (far, 64, 1))
     generator = torch.Generator().manual_seed(0)
-    keys = torch.randn(2, 32, 64, generator=generator).to(B16)
+    keys = torch.randn(3, 32, 64, generator=generator).to(B16)
     cache.copy_(keys)
-    q = (torch.randn(1, 2, 64, generator=generator) * PEAK).to(B16)
+    q = (torch.randn(1, 3, 64, generator=generator) * PEAK).to(B16)
     lo, hi = torch.tensor([0]), torch.tensor([32])
-    out, lse = span_attention(q.to(device), cache, cache, lo.to(device), hi.to(device), scale=0.125)
+    on = (q.to(device), cache, cache, lo.to(device), hi.to(device))
+    out, lse = span_attention(*on, scale=0.125)
     near = keys.transpose(0, 1)
     expected = attention_reference(q, near, near, lo, hi, scale=0.125)
     check_lse(lse.cpu(), expected.lse, B16)

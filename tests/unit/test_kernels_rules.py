@@ -15,6 +15,7 @@ import torch
 
 from cplayers import ConfigError
 from cplayers.ops import Partial
+from cplayers.ops.backends import triton
 from cplayers.ops.backends.triton import TRITON
 from cplayers.ops.kernels import (
     cache_write,
@@ -22,6 +23,7 @@ from cplayers.ops.kernels import (
     merge_partials,
     pack,
     span_attention,
+    tiles,
     unpack,
 )
 from cplayers.ops.kernels.attention import plan_span_attention
@@ -103,6 +105,7 @@ def test_the_others_refuse() -> None:
 def test_the_backend_refuses_the_cpu_by_name() -> None:
     q = torch.zeros(1, 1, 16)
     assert TRITON.name == "triton"
+    assert (triton.MAX_DIM, triton.MAX_VALUE_DIM) == (tiles.MAX_DIM, tiles.MAX_VALUE_DIM)
     assert TRITON.refuse(q, q, q, None) == "it runs on CUDA devices, q is on cpu"
 
 
