@@ -157,6 +157,9 @@ class DCPGQAAttention(CachedAttention):
             replicated=isinstance(self.q_proj, TPAQProj),
         )
 
+    def _forms(self) -> list[tuple[int, int, bool]]:
+        return [(self.head_dim, self.head_dim, False)]
+
     def _project(self, x: Tensor, cos: Tensor, sin: Tensor) -> Rows:
         k = self._heads(self.k_proj(x), self.k_norm, cos, sin)
         return Rows(x, cos, sin, (k, self._split(self.v_proj(x))))
@@ -165,7 +168,7 @@ class DCPGQAAttention(CachedAttention):
         return self._visit(rows, layer, None)
 
     def _prompt(self, rows: Rows, layer: CachedLayer, prefill: Prefill) -> Partial:
-        strategy = self.prefill.choose(prefill, self.sizes)
+        strategy = self.prefill.choose(prefill, self.sizes, self.scoring.window)
         if strategy == "gather_q":
             return self._visit(rows, layer, prefill)
         project = self.q_proj.own if isinstance(self.q_proj, TPAQProj) else self.q_proj

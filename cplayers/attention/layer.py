@@ -26,6 +26,7 @@ from cplayers.cache.prefill import Prefill
 from cplayers.errors import ConfigError
 from cplayers.mesh import CPMesh
 from cplayers.ops import Partial, add_sink
+from cplayers.ops.attend import require_fit
 
 
 class Rows(NamedTuple):
@@ -119,9 +120,12 @@ class CachedAttention(nn.Module):
             Same shape as ``hidden_states``, the same on all TP ranks.
 
         Raises:
-            ConfigError: If the number of rows is not the plan's, or the cache not the mesh's.
+            ConfigError: If the number of rows is not the plan's, the cache not the mesh's or the
+                layer's, or the backend cannot do it; alike on all ranks, before anything is
+                written.
         """
         require_spread(cache, self.mesh)
+        self._require_fit(cache, hidden_states)
         x = hidden_states.reshape(-1, hidden_states.shape[-1])
         if x.shape[0] != plan.num_rows:
             raise ConfigError(
@@ -130,6 +134,12 @@ class CachedAttention(nn.Module):
                 "pass the rows plan.tokens of the packed step",
             )
         cos, sin = (t.reshape(-1, t.shape[-1]) for t in position_embeddings)
+        if not len(cos) == len(sin) == len(x):
+            raise ConfigError(
+                f"position_embeddings of {len(cos)} and {len(sin)} rows",
+                f"each of the {len(x)} rows has its own angles",
+                "pass cos and sin of plan.positions",
+            )
         rows, layer = self._project(x, cos, sin), CachedLayer(cache, plan, self.layer_idx)
         decode, outs = plan.num_decode, list[Tensor]()
         if decode:
@@ -143,13 +153,37 @@ class CachedAttention(nn.Module):
         y: Tensor = self.o_proj(out.flatten(1))
         return y.view(hidden_states.shape)
 
+    def _require_fit(self, cache: PagedKVCache, x: Tensor) -> None:
+        """Refuse what would fail amid a step, on those ranks only that have work to do."""
+        if cache.spec != self.cache_spec or not 0 <= self.layer_idx < cache.num_layers:
+            raise ConfigError(
+                f"layer {self.layer_idx} that stores {self.cache_spec}",
+                f"the cache has {cache.num_layers} layers of {cache.spec}",
+                "build the cache from layer.cache_spec, with a layer for each",
+            )
+        if cache.dtype != x.dtype:
+            raise ConfigError(
+                f"hidden states in {x.dtype}",
+                f"the cache is in {cache.dtype}, and attention has one dtype",
+                "build the cache in the dtype of the model",
+            )
+        for backend in {self.scoring.backend, self.prefill.backend} - {"auto"}:
+            for key_dim, value_dim, shared in self._forms():
+                k = x.new_empty(1, 1, key_dim)
+                v = k[..., :value_dim] if shared else x.new_empty(1, 1, value_dim)
+                require_fit(backend, k, k, v, self.scoring.softcap)
+
+    @abstractmethod
+    def _forms(self) -> list[tuple[int, int, bool]]:
+        """Dimensions of keys and values that it reads, and whether values are a part of keys."""
+
     def explain(self, plan: StepPlan) -> str:
         """Which strategy the prefill of a step takes, what each would send, and why.
 
         Args:
             plan: The step.
         """
-        return self.prefill.explain(plan, self.sizes)
+        return self.prefill.explain(plan, self.sizes, self.scoring.window)
 
     def _with_sinks(self, partial: Partial) -> Tensor:
         """The output, once all keys are in it: sinks are counted once, after the merge."""

@@ -207,7 +207,7 @@ class DCPMLAAttention(MLAProjections):
             return self.decode
         topology, sizes = self.mesh.topology, self.sizes
         if sizes not in plan.decode_choices:
-            keys = sizes.fetch(topology, new=0, cached=plan.decode_context.width)
+            keys = sizes.fetch(topology, new=0, cached=plan.decode_context.width())
             queries = sizes.visit(topology, plan.num_decode)
             fewest = "gather_kv" if keys < queries else "gather_q"
             sent = ("gather_q", queries), ("gather_kv", keys)
@@ -227,7 +227,7 @@ class DCPMLAAttention(MLAProjections):
         return Partial(form.finish(merged.out), merged.lse)
 
     def _prompt(self, rows: Rows, layer: CachedLayer, prefill: Prefill) -> Partial:
-        strategy = self.prefill.choose(prefill, self.sizes)
+        strategy = self.prefill.choose(prefill, self.sizes, self.scoring.window)
         if strategy == "gather_q":
             return self._visit(rows, layer, prefill)
         form = self._own_form(rows)

@@ -96,6 +96,10 @@ class MLAProjections(CachedAttention):
         """What this layer stores per token on this rank."""
         return MLASpec(self.kv_lora_rank, self.rope_dim)
 
+    def _forms(self) -> list[tuple[int, int, bool]]:
+        absorbed = self.kv_lora_rank + self.rope_dim, self.kv_lora_rank, True
+        return [absorbed, (self.nope_dim + self.rope_dim, self.value_dim, False)]
+
     def _project(self, x: Tensor, cos: Tensor, sin: Tensor) -> Rows:
         latent, rope = self.kv_a_proj_with_mqa(x).tensor_split([self.kv_lora_rank], dim=-1)
         rope = self._rope(rope.unsqueeze(1), cos, sin)

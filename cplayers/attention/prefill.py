@@ -81,60 +81,63 @@ class PCPPrefillAttention(nn.Module):
         self.strategy, self.workspace_tokens = strategy, workspace_tokens
         self.backend, self.mesh = backend, mesh
 
-    def choose(self, prefill: Prefill, sizes: Sizes) -> str:
+    def choose(self, prefill: Prefill, sizes: Sizes, window: int | None = None) -> str:
         """The strategy of a step; the same on all ranks, as it depends on what they share.
 
         Args:
             prefill: ``plan.prefill``.
             sizes: What the layer moves per token.
+            window: Its sliding window, or ``None``.
 
         Returns:
             ``"gather_q"``, ``"gather_kv"`` or ``"ring"``.
         """
-        key = self.strategy, sizes
+        key = self.strategy, sizes, window
         if key not in prefill.choices:
-            prefill.choices[key] = self._choose(prefill, sizes)
+            prefill.choices[key] = self._choose(prefill, sizes, window)
         return prefill.choices[key].strategy
 
-    def _choose(self, prefill: Prefill, sizes: Sizes) -> Choice:
+    def _choose(self, prefill: Prefill, sizes: Sizes, window: int | None) -> Choice:
         size, asked = self.mesh.size, self.strategy
         here = "ring" if asked == "ring" else "gather_kv"
         if size("dcp") == 1:
             return Choice(here, (), "with dcp=1 every rank has all cached keys, so queries stay")
         if size("pcp") == 1 and not prefill.context.sources:
             return Choice(here, (), "with pcp=1 and nothing cached all keys are here")
-        sent = self.costs(prefill, sizes)
+        sent = self.costs(prefill, sizes, window)
         if asked != "auto":
             return Choice(asked, tuple(sent.items()), f"strategy={asked!r} was asked for")
         fewest = "gather_q" if sent["gather_q"] < sent["gather_kv"] else "gather_kv"
         return Choice(fewest, tuple(sent.items()), "fewest bytes")
 
-    def costs(self, prefill: Prefill, sizes: Sizes) -> dict[str, int]:
+    def costs(self, prefill: Prefill, sizes: Sizes, window: int | None = None) -> dict[str, int]:
         """Bytes that each strategy sends per rank and layer, where dcp is above 1.
 
         Args:
             prefill: ``plan.prefill``.
             sizes: What the layer moves per token.
+            window: Its sliding window, or ``None``.
         """
-        topology = self.mesh.topology
-        keys = sizes.fetch(topology, new=prefill.width, cached=prefill.context.width)
+        topology, cached = self.mesh.topology, prefill.context.width(window)
+        keys = sizes.fetch(topology, new=prefill.width, cached=cached)
         return {
             "gather_q": sizes.chunks_visit(topology, prefill),
             "gather_kv": keys,
             "ring": keys,
         }
 
-    def explain(self, plan: StepPlan, sizes: Sizes) -> str:
+    def explain(self, plan: StepPlan, sizes: Sizes, window: int | None = None) -> str:
         """Which strategy a step takes, the bytes of each, and why.
 
         Args:
             plan: The step.
             sizes: What the layer moves per token.
+            window: Its sliding window, or ``None``.
         """
         if plan.prefill is None:
             return f"no prefill: {plan.num_decode} decode rows"
-        self.choose(plan.prefill, sizes)
-        return plan.prefill.explain(plan.prefill.choices[self.strategy, sizes])
+        self.choose(plan.prefill, sizes, window)
+        return plan.prefill.explain(plan.prefill.choices[self.strategy, sizes, window])
 
     def forward(
         self,
@@ -161,7 +164,8 @@ class PCPPrefillAttention(nn.Module):
             softcap: Soft cap on the logits, or ``None``.
             window: Sliding window, or ``None``.
             expand: Turns planes, ``(k, v)`` or ``(k,)``, into the keys and values that the queries
-                read; by default they are. Not for ``gather_q``, whose queries read the cache.
+                read; by default they are. Then keys travel: ``auto`` does not take gather_q, whose
+                queries read what is stored.
             cached: The layer of the cache, to which the new tokens are written.
             how: For ``gather_q``: how queries travel, and how results are combined.
 
@@ -170,12 +174,23 @@ class PCPPrefillAttention(nn.Module):
 
         Raises:
             ConfigError: If the rows follow cached tokens, or the strategy reads new ones from the
-                cache, and ``cached`` is missing.
+                cache, and ``cached`` is missing; on gather_q with ``expand``; on replicated q.
         """
         planes: Planes = (k,) if v is None else (k, v)
         how = how or Visit()
         scoring = Scoring(scale, softcap, window, self.backend)
-        strategy = self.choose(prefill, self._sizes(q, planes, how))
+        strategy = self.strategy
+        if expand is None:  # with it, queries cannot read the cache as it is
+            strategy = self.choose(prefill, self._sizes(q, planes, how), window)
+        elif strategy == "auto":
+            strategy = "gather_kv"
+        if how.replicated or (expand is not None and strategy == "gather_q"):
+            raise ConfigError(
+                f"how={how}, strategy={strategy!r}, expand={expand}",
+                "own heads are attended with here, and gather_q reads keys and values as stored",
+                "call cplayers.attention.visit for replicated queries; leave out expand, or take "
+                "another strategy",
+            )
         if cached is None and (prefill.context.sources or strategy == "gather_q"):
             raise ConfigError(
                 f"{prefill.context.tokens} cached tokens, strategy={strategy!r} and no cache",
@@ -208,6 +223,7 @@ class PCPPrefillAttention(nn.Module):
             expand: Planes to the keys and values that the queries read.
             cached: The layer, or ``None`` where there is no context.
         """
+        scoring = scoring._replace(backend=self.backend)
         new, context = (
             (ring_new, ring_context) if strategy == "ring" else (attend_new, attend_context)
         )

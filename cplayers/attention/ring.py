@@ -49,8 +49,10 @@ def ring_new(
         shard = blocks(flat, planes, prefill.width)
         if cached is not None:
             write_shard(cached, rank, shard)
-        if seen[rank].tiles:
-            yield scoring.attend(q, *expand(shard), seen[rank])
+        partial = scoring.attend(q, *expand(shard), seen[rank]) if seen[rank].tiles else None
+        del flat, shard  # before the next hop: two shards are held, here and under way
+        if partial is not None:
+            yield partial
 
 
 def ring_context(
@@ -77,11 +79,14 @@ def ring_context(
     """
     like = cached.cache.view(cached.layer, 0, 0)
     # two of N shards are held at a time, so a piece may have N / 2 times as many rows
-    rows = workspace_tokens * mesh.size("dcp") // 2
-    for piece in context.pieces(rows, scoring.window):
-        for rank, shard in _go_round(own_rows(cached, piece), mesh, "dcp"):
-            if piece.shards[rank].tiles:
-                yield scoring.attend(q, *expand(columns(shard, like)), piece.shards[rank])
+    most = workspace_tokens * mesh.size("dcp") // 2
+    for piece in context.pieces(most, scoring.window):
+        for rank, rows in _go_round(own_rows(cached, piece), mesh, "dcp"):
+            seen = piece.shards[rank]
+            partial = scoring.attend(q, *expand(columns(rows, like)), seen) if seen.tiles else None
+            del rows
+            if partial is not None:
+                yield partial
 
 
 def _go_round(rows: Tensor, mesh: CPMesh, axis: str) -> Iterator[tuple[int, Tensor]]:

@@ -5,7 +5,7 @@ neighbours in the DCP group. Splitting the projection over TPA = tp / k ranks in
 rank the queries of its group at once: k times the weight and the multiplications of this one
 matrix, one collective less per layer.
 
-Prefill needs the own heads only, and takes that slice of the same weight.
+Where keys travel, as in most of prefill, own heads are enough: that slice of the weight is taken.
 """
 
 from __future__ import annotations

@@ -123,10 +123,23 @@ class Context:
         """Keys of all requests and ranks."""
         return sum(source.length for source in self.sources)
 
-    @property
-    def width(self) -> int:
-        """Rows that every rank sends over all pieces: the first rank's share, the largest."""
-        return sum(self._layout.count_before(source.length, 0) for source in self.sources)
+    def width(self, window: int | None = None) -> int:
+        """Rows that every rank sends over all pieces: the first rank's share, the largest.
+
+        Args:
+            window: Sliding window of the layer; what it hides from all rows does not travel.
+        """
+        return sum(stop - start for start, stop in (self._reach(s, window) for s in self.sources))
+
+    def _reach(self, source: Source, window: int | None) -> tuple[int, int]:
+        """Local indices that any row of any rank can see, the same numbers on every rank."""
+        share = self._layout.count_before(source.length, 0)
+        if window is None:
+            return 0, share
+        hidden = max(0, source.request.cached + 1 - window)
+        if hidden >= source.length:
+            return share, share
+        return self._layout.count_before(hidden, self._layout.cp_size - 1), share
 
     def pieces(self, workspace_tokens: int, window: int | None = None) -> tuple[Piece, ...]:
         """Pieces of at most ``workspace_tokens`` rows of all ranks together, one a rank at least.
@@ -150,10 +163,7 @@ class Context:
         room = width
         for index, source in enumerate(self.sources):
             source.request.require_kept(window)
-            start, share = 0, self._layout.count_before(source.length, 0)
-            if window is not None:
-                hidden = max(0, source.request.cached + 1 - window)
-                start = self._layout.count_before(hidden, self._layout.cp_size - 1)
+            start, share = self._reach(source, window)
             while start < share:
                 stop = min(share, start + room)
                 cuts.append(Cut(index, start, stop))

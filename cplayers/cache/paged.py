@@ -172,7 +172,8 @@ class PagedKVCache:
             ConfigError: If ``seq`` is unknown.
         """
         self._sequences.forget(seq, position)
-        self._pending = None
+        if self._pending is not None and seq in self._pending.plan.seqs:
+            self._pending = None
 
     # Steps
 
@@ -184,7 +185,8 @@ class PagedKVCache:
     ) -> StepPlan:
         """Decide a step of ``(sequence, new tokens)``; nothing is taken until it is committed.
 
-        A later plan, a fork, a cut, or freeing a sequence of the plan makes it stale.
+        A later plan, a fork, a cut, growth, and freeing or forgetting a sequence of it make a plan
+        stale. Reusable content of blocks that it would take is forgotten at once.
 
         Args:
             requests: The sequences in the step, each with its number of new tokens.

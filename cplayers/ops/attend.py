@@ -32,7 +32,8 @@ def attend(
 
     Args:
         q: `[T, N, H]`; query head n reads KV head n // (N/K).
-        k: `[S, K, H]`, may be a view; it is not copied (``"math"`` converts dtypes below fp32).
+        k: `[S, K, H]`, may be a view; it is not copied (``"math"`` converts dtypes below fp32, the
+            flash operator's backends widen values that are narrower than keys).
         v: `[S, K, V]`, likewise.
         lo: First key that each row sees, int `[T]`.
         hi: One past the last key that each row sees, int `[T]`; hi <= lo: it sees nothing.
@@ -55,7 +56,7 @@ def attend(
     if backend == "auto":
         backend = select(q, k, v, softcap)
     else:
-        _check_backend(backend, q, k, v, softcap)
+        require_fit(backend, q, k, v, softcap)
     return BACKENDS[backend].run(q, k, v, lo, hi, scale=scale, softcap=softcap, tiles=tiles)
 
 
@@ -82,7 +83,16 @@ def require_backend(name: str) -> None:
         )
 
 
-def _check_backend(name: str, q: Tensor, k: Tensor, v: Tensor, softcap: float | None) -> None:
+def require_fit(name: str, q: Tensor, k: Tensor, v: Tensor, softcap: float | None) -> None:
+    """Raise ConfigError unless the backend can attend with tensors such as these.
+
+    Args:
+        name: Its name.
+        q: `[T, N, H]`; only its dtype, device, strides and H count.
+        k: `[S, K, H]`, likewise.
+        v: `[S, K, V]`, likewise.
+        softcap: Soft cap on the logits, or ``None``.
+    """
     require_backend(name)
     refused = BACKENDS[name].refuse(q, k, v, softcap)
     if refused is not None:

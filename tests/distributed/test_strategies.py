@@ -236,6 +236,18 @@ def test_auto_takes_what_sends_fewest_bytes(ranks: Any, topology: Topology) -> N
         assert taken == {"gather_q", "gather_kv"}, (topology, moves)
 
 
+@pytest.mark.parametrize("topology", [Topology(tp=4, dcp=2), Topology(pcp=2, dcp=2)], ids=str)
+def test_auto_counts_only_what_the_window_reaches(ranks: Any, topology: Topology) -> None:
+    """40 new tokens over 2,000 cached ones, of which 15 are in a window of 16."""
+    grid = (((2000, 0), (40, 1)),)
+    setup = gqa(topology, "auto", "a2a", False, window=16)
+    for (records, explained), *_ in ranks(8).run(sent, setup, grid, n=topology.world_size):
+        assert explained.startswith("gather_kv: 41 new tokens over 2000 cached ones; fewest bytes")
+        cost = sum(b for *_, b in records)
+        assert f"{'gather_kv':11} {cost:>14,} bytes" in explained
+        assert cost < 64 * GQA.stored * 4 * topology.dcp
+
+
 def test_explain_says_why_queries_stay(ranks: Any) -> None:
     setup = gqa(Topology(pcp=3), "gather_q", "a2a", False)
     (records, explained), *_ = ranks(8).run(sent, setup, ((CONTEXT, NEW),), n=3)[0]
