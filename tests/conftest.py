@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,18 @@ class Ranks:
         """Run ``fn(*args, **kwargs)`` on each rank, or on the first ``n`` of them."""
         kwargs.setdefault("n", self.size)
         return self.pool.run(fn, *args, **kwargs)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of a test marked ``sampled(n)``, mark all but one in n of its parameter sets as slow.
+
+    Which ones depends on their names alone, so that a sample meets values of every parameter.
+    """
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        if marker is not None and zlib.crc32(item.name.encode()) % marker.args[0]:
+            item.add_marker(pytest.mark.slow)
 
 
 @pytest.fixture(scope="session")

@@ -161,6 +161,7 @@ def repeat_after_failures(setup: Setup) -> tuple[list[str], list[Place], list[An
     return changed, places, *results
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "topology",
     [Topology(tp=4, dcp=4), Topology(tp=2, pcp=2, dcp=4)],

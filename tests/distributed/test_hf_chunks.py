@@ -260,6 +260,7 @@ def fail_and_repeat(layout: LayoutWindow, first: Tensor, mask: Tensor, more: Ten
     return out
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("where", ["layer", "norm", "head"])
 @by_layout
 def test_a_chunk_that_fails_changes_nothing(ranks, layout, where) -> None:
@@ -393,6 +394,7 @@ def speculate(layout: Layout, kind: str, count: int, ids: Tensor):
     return out, sum(rejected), len(forwards)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("kind", "count"), [("plain", 5), ("plain", 20), ("parallelized", 5)], ids=str
 )

@@ -154,6 +154,7 @@ def check_ways(ranks: Any, setups: list[Setup]) -> None:
     ] * len(setups)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
 def test_the_ways_to_decode_and_to_combine_are_dense_attention(
     ranks: Any, topology: Topology
@@ -232,6 +233,7 @@ def test_several_new_tokens_over_a_sharded_cache(ranks: Any, combine: str) -> No
     check_scripts(ranks, setups, (prompts(2), prompts(4), prompts(2), prompts(4, 5)))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("topology", [Topology(pcp=4), *SOME], ids=str)
 @pytest.mark.parametrize("most", [0, 1, 16])
 @pytest.mark.parametrize(
@@ -341,6 +343,7 @@ def gathered_and_played(
     return results
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("size", BY_SIZE)
 @pytest.mark.parametrize("contexts", CONTEXTS.values(), ids=CONTEXTS)
 def test_context_in_pieces_is_context_in_one(
@@ -450,6 +453,7 @@ def test_a_prompt_follows_a_prefix_that_another_has_left(
 # Precision
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("decode", DECODES)
 @pytest.mark.parametrize("topology", [Topology(), *SOME], ids=str)
 def test_float64_is_exact_where_lse_is_not_rounded(
@@ -478,6 +482,7 @@ def test_float64_is_exact_where_lse_is_not_rounded(
                 assert (out - want).abs().max() <= 1e-6 * want.abs().max()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("topology", FOUR, ids=str)
 def test_low_precision_is_as_good_as_one_rank(
@@ -635,6 +640,7 @@ def committed_is_kept(live: Live, before: list[Tensor], after: list[Tensor]) -> 
     return True
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("guarded", [False, True], ids=["bare", "guarded"])
 @pytest.mark.parametrize(
     ("decode", "prefill"),
@@ -710,6 +716,7 @@ def refusal(setup: Setup, misuse: Callable[[Live], None]) -> tuple[type, str, bo
     raise AssertionError("nothing was refused")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("topology", [Topology(tp=4, dcp=4), Topology(tp=2, pcp=2, dcp=4)], ids=str)
 @pytest.mark.parametrize("decode", DECODES)
 @pytest.mark.parametrize(

@@ -134,6 +134,7 @@ def new_latents(topology: Topology, new: list[int], e: int) -> Records:
     return [("pcp", "all_gather", (p - 1) * max(zigzag_shares(p, new)) * (L + R) * e)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("topology", PLAIN + WITH_PCP, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("combine", COMBINES)
@@ -153,6 +154,7 @@ def test_decoding_over_resting_latents_sends_what_the_tables_say(
             assert sent == before + o_proj(topology, T, e)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("topology", PLAIN + WITH_PCP, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("interleave", "workspace"), [(1, 1024), (1, 16), (3, 8), (16, 1)])
@@ -168,6 +170,7 @@ def test_decoding_over_gathered_latents_sends_the_context_once(
         assert sent == expected + o_proj(topology, T, dtype.itemsize)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "topology", [*PLAIN, *WITH_PCP, Topology(pcp=5), Topology(tp=2, pcp=3)], ids=str
 )
@@ -262,6 +265,7 @@ def grid(setup: Setup) -> list[tuple[tuple[int, int], dict[str, Records], bool]]
     return results
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("combine", COMBINES)
 @pytest.mark.parametrize(("topology", "dtype"), AUTO, ids=str)
 def test_auto_never_moves_more_than_the_better_way(

@@ -180,6 +180,7 @@ def fetching(
     return [("pcp", "all_gather", (p - 1) * width * row)] * (p > 1) + gathers
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_each_strategy_sends_what_its_table_says(
@@ -211,6 +212,7 @@ GRID = tuple(
 )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("topology", [t for t in TOPOLOGIES if t.dcp > 1], ids=str)
 def test_auto_takes_what_sends_fewest_bytes(ranks: Any, topology: Topology) -> None:
     for index, (make, moves) in enumerate(LAYERS):
