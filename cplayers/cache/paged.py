@@ -116,7 +116,8 @@ class PagedKVCache:
 
         Args:
             seq: A new name.
-            tokens: Token ids of the prompt. At least one of them is always left to compute.
+            tokens: Token ids of the prompt. At least one of them is always left to compute. The
+                steps that follow are taken at their word: they compute these tokens.
 
         Returns:
             Tokens that the cache holds already: the step computes ``tokens[matched:]``.

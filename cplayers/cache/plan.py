@@ -6,9 +6,10 @@ new tokens, whole on every PCP rank), then the *prefill* rows (prompts, and furt
 prompts: this rank's zigzag share of the new tokens). Within either part the requests keep their
 order. ``tokens`` maps rows to packed tokens.
 
-Keys. The K/V rows that a layer holds in a step are the decode rows, followed by the prefill rows of
-every PCP rank after their all-gather, padded to ``prefill.width`` each. ``slot_mapping`` says where
-each of them goes in this rank's cache, -1 where it is another rank's token or padding.
+Keys. Where new keys come to every rank, a layer holds the K/V of the decode rows, followed by those
+of the prefill rows of every PCP rank, padded to ``prefill.width`` each. ``slot_mapping`` says where
+each of them goes in this rank's cache, -1 where it is another rank's token or padding. Where they
+are sent to their owners instead, `Exchange` says so.
 
 Reading. A decode row sees the keys ``lo..hi`` of its sequence's local shard, the step's own tokens
 included (`cplayers.ops.spans`). `StepPlan.reads` lists them as runs of consecutive blocks, each a
