@@ -163,6 +163,7 @@ def go_on(tiny: TinyMLA, layout: LayoutMLA, first: list[Tensor], more: Tensor, w
     return torch.cat(out, dim=1), calls
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("tiny", "workspace"), [(V2, 32), (V3, 32), (V3, 16384)], ids=str)
 @by_layout
 def test_a_long_second_prompt_continues_the_cache(ranks, layout, tiny, workspace) -> None:
@@ -271,6 +272,7 @@ def run_experts(layout: LayoutMLA, how: str, ids: Tensor):
     return logits, kept, shapes, sent.totals()["tp", "all_reduce"][0], model.cp.report()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("how", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("layout", [MIXTURE, LayoutMLA(3, 1, 1), LayoutMLA(2, 2, 2)], ids=str)
 def test_experts_are_split_in_every_implementation(ranks, layout, how) -> None:

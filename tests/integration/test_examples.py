@@ -133,6 +133,7 @@ def test_generate_help() -> None:
         assert words in done.stdout
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("override", "words"),
     [

@@ -124,6 +124,7 @@ def attention(
     return launch
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("dim", "value_dim"), DIMS)
@@ -138,6 +139,7 @@ def test_decoding(dim: int, value_dim: int, dtype: torch.dtype, arch: int, tmp_p
         assert "cp.async" in code, "no keys on their way while others are worked on"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 @pytest.mark.parametrize(("dim", "value_dim"), DIMS)
 def test_chunks(dim: int, value_dim: int, arch: int, tmp_path: Path) -> None:
@@ -148,6 +150,7 @@ def test_chunks(dim: int, value_dim: int, arch: int, tmp_path: Path) -> None:
     assert "mma.sync" in code
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 @pytest.mark.parametrize(
     "options",
@@ -168,6 +171,7 @@ def test_other_attention(options: dict[str, Any], arch: int, tmp_path: Path) -> 
     build(attention(**({"dtype": B16} | options)), arch, tmp_path)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("arch", SHARED_MEMORY)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [pytest.param(64, marks=slow), 96, pytest.param(512, marks=slow)])
