@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cplayers.ops.backends import flash_cpu, rows_cpu
+from cplayers.ops.backends import flash_cpu, math, rows_cpu
 from cplayers.ops.backends.base import Backend
 from cplayers.ops.backends.tiled import Kernels
 from cplayers.ops.partial import Partial
 
 
 def _full(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> Partial:
-    kernel = rows_cpu.full if rows_cpu.pays(q, k) else flash_cpu.full
+    kernel = math.few_rows if rows_cpu.pays(q, k) else flash_cpu.full
     return kernel(q, k, v, scale, softcap)
 
 

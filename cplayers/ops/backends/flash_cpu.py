@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from cplayers.ops.backends.base import Backend
-from cplayers.ops.backends.rows_cpu import pad_rows
+from cplayers.ops.backends.math import pad_rows
 from cplayers.ops.backends.tiled import Kernels, device_refusal, is_prefix, pack, unpack
 from cplayers.ops.partial import Partial
 

@@ -59,7 +59,7 @@ With 1,820 keys in place of 1,792, 1,024 rows of 576 times keys run at 68 GFLOP/
 """
 
 FEW_ROWS = 8
-"""Rows per KV head (G*t) up to which `_few_rows` pays, on keys of at least `FEW_ROWS_BYTES`."""
+"""Rows per KV head (G*t) up to which `few_rows` pays, on keys of at least `FEW_ROWS_BYTES`."""
 
 FEW_ROWS_BYTES = 1 << 24
 """Size of a part's fp32 keys from which they no longer stay in cache.
@@ -209,13 +209,20 @@ def _join(parts: list[Partial]) -> Partial:
     return Partial(torch.cat([p.out for p in parts]), torch.cat([p.lse for p in parts]))
 
 
-def _few_rows(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> Partial:
+def pad_rows(q: Tensor) -> Tensor:
+    """Fill the rows of q `[K, M, H]` up to a multiple of 4 with zeros, unless M is 1.
+
+    The matrix library takes twice as long for 2 or 3 rows as for 4.
+    """
+    missing = -q.shape[1] % 4
+    return pad(q, (0, 0, 0, missing)) if missing and q.shape[1] > 1 else q
+
+
+def few_rows(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> Partial:
     """`_full`, with keys on the left of the product: scores^T = k q^T, transposed by a copy."""
     rows = pack(q, len(k)) * scale
     num_rows = rows.shape[1]
-    if num_rows in (2, 3):  # the matrix library takes longer for these than for 4
-        rows = pad(rows, (0, 0, 0, 4 - num_rows))
-    scores = torch.bmm(k, rows.transpose(1, 2)).transpose(1, 2).contiguous()
+    scores = torch.bmm(k, pad_rows(rows).transpose(1, 2)).transpose(1, 2).contiguous()
     out, lse = soften(cap(scores, softcap), v)
     return unpack(Partial(out[:, :num_rows], lse[:, :num_rows]), len(q))
 
@@ -232,7 +239,7 @@ def _few_rows_pay(q: Tensor, k: Tensor) -> bool:
 
 def _full(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> Partial:
     if _few_rows_pay(q, k):
-        return _few_rows(q, k, v, scale, softcap)
+        return few_rows(q, k, v, scale, softcap)
     return _attend(q, k, v, None, scale, softcap)
 
 

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from cplayers.ops.backends import math
 from cplayers.ops.backends.base import Backend
-from cplayers.ops.backends.tiled import Kernels, device_refusal, pack, unpack
-from cplayers.ops.partial import Partial
+from cplayers.ops.backends.tiled import Kernels, device_refusal
 
 MAX_ROWS = 8
-"""Rows per KV head (G*t) up to which `full` beats flash, on keys of at least `MIN_BYTES`."""
+"""Rows per KV head (G*t) up to which `math.few_rows` beats flash on keys of `MIN_BYTES` or more."""
 
 MIN_BYTES = 1 << 23
 """Size of a part's keys from which they no longer stay in cache.
@@ -27,7 +25,7 @@ MIN_BYTES = 1 << 23
 Measured on one AMD EPYC core, fp32, s = 65536, K = 8, H = 128, the best of 7 in milliseconds:
 
 ======  ======  =====
-rows    `full`  flash
+rows    few     flash
 ======  ======  =====
 1       45      71
 2 to 4  53      78
@@ -42,7 +40,7 @@ On keys of 1.5 MiB and below (s = 2048, K = 3, H = 64) flash wins or ties at eve
 
 
 def pays(q: Tensor, k: Tensor) -> bool:
-    """Whether `full` beats flash for q `[t, N, H]`, k `[K, s, H]`.
+    """Whether `math.few_rows` beats flash for q `[t, N, H]`, k `[K, s, H]`.
 
     Not on keys whose rows lie apart, as token-major ones do: it takes up to 3 times as long there.
     """
@@ -53,24 +51,6 @@ def pays(q: Tensor, k: Tensor) -> bool:
     )
 
 
-def pad_rows(q: Tensor) -> Tensor:
-    """Fill the rows of q `[K, M, H]` up to a multiple of 4 with zeros, unless M is 1.
-
-    The matrix library takes twice as long for 2 or 3 rows as for 4.
-    """
-    missing = -q.shape[1] % 4
-    return pad(q, (0, 0, 0, missing)) if missing and q.shape[1] > 1 else q
-
-
-def full(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None) -> Partial:
-    """See `Kernels.full`."""
-    rows = pack(q, len(k)) * scale
-    num_rows = rows.shape[1]
-    scores = torch.bmm(k, pad_rows(rows).transpose(1, 2)).transpose(1, 2).contiguous()
-    out, lse = math.soften(math.cap(scores, softcap), v)
-    return unpack(Partial(out[:, :num_rows], lse[:, :num_rows]), len(q))
-
-
 def _refuse(q: Tensor, k: Tensor, v: Tensor, softcap: float | None) -> str | None:
     if q.dtype not in (torch.float32, torch.float64):
         # A product of bf16 matrices is rounded to bf16, which scores do not survive.
@@ -78,5 +58,5 @@ def _refuse(q: Tensor, k: Tensor, v: Tensor, softcap: float | None) -> str | Non
     return device_refusal(q)
 
 
-KERNELS = Kernels(full, math.KERNELS.causal, math.KERNELS.masked)
+KERNELS = Kernels(math.few_rows, math.KERNELS.causal, math.KERNELS.masked)
 ROWS_CPU = Backend("rows_cpu", KERNELS.run, _refuse)
