@@ -36,7 +36,8 @@ def in_rank(scenario, rank, topology, directory, store_of):
     report = {"began": time.monotonic()}
     try:
         report["value"] = scenario(mesh, directory)
-    except Exception as error:  # reported whole: each test asserts type, message and root of it
+    except Exception as error:  # nothing is lost: it goes to the parent, and each test asserts
+        # its type, message and root, or the value that is missing then
         report |= {
             "type": type(error).__name__,
             "message": str(error),
