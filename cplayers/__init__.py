@@ -24,6 +24,7 @@ from cplayers.errors import (
     CPLayersError,
     RankFailedError,
     StateError,
+    TransferError,
 )
 from cplayers.mesh import CPMesh, Topology
 
@@ -46,5 +47,6 @@ __all__ = [
     "StateError",
     "TPAQProj",
     "Topology",
+    "TransferError",
     "ZigzagLayout",
 ]

@@ -30,6 +30,10 @@ class ConfigError(CPLayersError, ValueError):
         return type(self), (self.value, self.rule, self.remedy)
 
 
+class TransferError(ConfigError):
+    """Blocks that arrived are not what was sent, or do not fit where they go; none was taken."""
+
+
 class CacheFullError(CPLayersError, RuntimeError):
     """The block pool cannot hold a step. Raised by ``plan``, before anything is written."""
 

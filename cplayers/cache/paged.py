@@ -23,6 +23,7 @@ from cplayers.cache.blocks import BlockPool
 from cplayers.cache.build import build_plan
 from cplayers.cache.layouts import InterleavedLayout, require_positive
 from cplayers.cache.plan import StepPlan
+from cplayers.cache.portable import PortableCache
 from cplayers.cache.sequences import Draft, SequenceTable
 from cplayers.cache.spec import CacheSpec, bytes_per_token
 from cplayers.cache.storage import Storage
@@ -42,7 +43,7 @@ class _Pending:
     copied: bool = False
 
 
-class PagedKVCache:
+class PagedKVCache(PortableCache):
     """Paged KV cache of one rank of a context-parallel group.
 
     Args:

@@ -93,7 +93,7 @@ class SequenceTable:
         self._require_new(seq)
         state = SequenceState()
         if tokens is not None:
-            state.hashes = self._hash_units(tokens)
+            state.hashes = self.hash_units(tokens)
             whole = max(0, len(tokens) - 1) // self.layout.unit_tokens
             blocks = self.pool.lookup(state.hashes[:whole])
             self.pool.share(blocks)
@@ -232,6 +232,43 @@ class SequenceTable:
             if state.hashes:
                 self._register_units(state, request.cached)
 
+    def expect(
+        self, seq: Hashable, length: int, oldest: int, hashes: Sequence[bytes], trial: Trial
+    ) -> SequenceState:
+        """The state of a sequence that comes from another cache. Nothing is changed.
+
+        Args:
+            seq: A new name.
+            length: Its tokens.
+            oldest: Tokens before this position do not come.
+            hashes: Of the units of its known tokens, or none.
+            trial: Where its blocks are chosen.
+
+        Raises:
+            ConfigError: If the name is taken.
+            CacheFullError: If the pool cannot hold it.
+        """
+        self._require_new(seq)
+        dropped = self.layout.full_blocks(oldest)
+        table = BlockTable(range(dropped))  # any ids: nobody reads them
+        table.extend(trial.pick(self.layout.blocks(length) - dropped))
+        return SequenceState(length, table, list(hashes), oldest, dropped)
+
+    def settle(self, seq: Hashable, state: SequenceState) -> None:
+        """Make an expected sequence count, once its blocks are taken and written."""
+        self._states[seq] = state
+        if state.hashes:
+            # a unit that begins before the oldest token has not come whole
+            unit = self.layout.unit_tokens
+            self._register_units(state, -(-state.oldest // unit) * unit)
+
+    def hash_units(self, tokens: Sequence[int]) -> list[bytes]:
+        """Hash of each whole unit of ``tokens``, chained to those before it."""
+        size, result = self.layout.unit_tokens, [b""]
+        for start in range(0, len(tokens) - size + 1, size):
+            result.append(chain_hash(result[-1], tokens[start : start + size]))
+        return result[1:]
+
     def _register_units(self, state: SequenceState, before: int) -> None:
         tokens, blocks = self.layout.unit_tokens, self.layout.unit_blocks
         done = min(state.length // tokens, len(state.hashes))
@@ -239,12 +276,6 @@ class SequenceTable:
         for unit in range(max(before // tokens, -(-state.dropped // blocks)), done):
             ids = state.table.ids[unit * blocks : (unit + 1) * blocks]
             self.pool.register(state.hashes[unit], ids)
-
-    def _hash_units(self, tokens: Sequence[int]) -> list[bytes]:
-        size, result = self.layout.unit_tokens, [b""]
-        for start in range(0, len(tokens) - size + 1, size):
-            result.append(chain_hash(result[-1], tokens[start : start + size]))
-        return result[1:]
 
     def _require_new(self, seq: Hashable) -> None:
         if seq in self._states:

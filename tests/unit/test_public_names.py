@@ -23,7 +23,7 @@ PUBLIC = {
     "cplayers": """
         CPLayersError CPMesh CacheConfig CacheFullError ConfigError DCPGQAAttention
         DCPMLAAttention GQASpec InterleavedLayout MLASpec PCPPrefillAttention PagedKVCache
-        RankFailedError StateError TPAQProj Topology ZigzagLayout
+        RankFailedError StateError TPAQProj Topology TransferError ZigzagLayout
     """,
     "cplayers.mesh": """
         AXES CPMesh Coords Ring Topology TrafficLog TrafficRecord legal_dcp validate
@@ -34,8 +34,9 @@ PUBLIC = {
         tile_rows weigh yarn_mscale
     """,
     "cplayers.cache": """
-        BlockPool CacheConfig CacheSpec GQASpec InterleavedLayout Layout MLASpec PagedKVCache
-        Plane PoolStats StepPlan ZigzagLayout bytes_per_token
+        BlockPool BlockShard CacheConfig CacheSpec GQASpec Holding InterleavedLayout Landing
+        Layout MLASpec Move PagedKVCache Plane PoolStats ShardHeader StepPlan ZigzagLayout
+        bytes_per_token load_shard moves save_shard
     """,
     "cplayers.attention": """
         CachedLayer Combine DCPGQAAttention DCPMLAAttention Decode GatheredLinear HeadShard

@@ -1,0 +1,192 @@
+"""Shards as files: what is read is what was written, and a damaged file is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transfer_cases
+from safetensors.torch import load_file, save_file
+from transfer_cases import Case, Side, check, fill, same, snapshot
+
+from cplayers.cache import BlockShard, PagedKVCache, load_shard, save_shard
+from cplayers.errors import TransferError
+
+CASE = Case(Side((2, 2, 2), model_heads=0), Side((1, 4, 4), model_heads=0), 5, 0)
+SALT = 0.25
+
+
+def written(case: Case, folder: Path, dtype=torch.float64) -> list[Path]:
+    """Files that the ranks of the source wrote."""
+    paths = []
+    for rank in range(case.source.ranks):
+        cache = case.source.cache(rank, 80, dtype)
+        cache.add("a")
+        fill(cache, case.source, rank, "a", case.length, SALT)
+        cache.forget("a", case.oldest)
+        paths.append(folder / f"{rank}.safetensors")
+        save_shard(cache.export_blocks("a", first_head=case.source.place(rank)[1]), paths[-1])
+    return paths
+
+
+def taken(case: Case, paths: list[Path], rank: int = 0) -> PagedKVCache:
+    cache = case.target.cache(rank, 80)
+    shards = [load_shard(path) for path in paths]
+    cache.import_blocks("a", shards, first_head=case.target.place(rank)[1])
+    return cache
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_any_layout_to_any_other_through_files(seed: int, tmp_path: Path) -> None:
+    case = transfer_cases.draw(seed, most_tokens=40)
+    paths = written(case, tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted(paths), "no temporary file is left"
+    for rank in range(case.target.ranks):
+        check(taken(case, paths, rank), case.target, rank, "a", case.oldest, SALT)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_every_bit_of_narrow_floats_travels(dtype: torch.dtype, tmp_path: Path) -> None:
+    cache = CASE.source.cache(0, 20, dtype)
+    cache.add("a")
+    fill(cache, CASE.source, 0, "a", 3, SALT)
+    shard = cache.export_blocks("a")
+    save_shard(shard, tmp_path / "x")
+    back = load_shard(tmp_path / "x")
+    assert back.header == shard.header
+    assert torch.equal(back.rows.view(torch.uint8), shard.rows.view(torch.uint8))
+    assert torch.equal(back.checksums, shard.checksums)
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return written(CASE, tmp_path_factory.mktemp("good"))
+
+
+ALL = pytest.mark.parametrize("step", [23, pytest.param(1, marks=pytest.mark.slow)])
+
+
+@ALL
+def test_a_file_with_any_byte_changed_is_refused_or_says_the_same(
+    step: int, good: list[Path], tmp_path: Path
+) -> None:
+    """Byte after byte of a small file; only padding and the writing of a header may change."""
+    data, damaged = good[0].read_bytes(), tmp_path / "damaged"
+    cache = CASE.target.cache(0, 20)
+    before, refused = snapshot(cache), 0
+    for at in range(0, len(data), step):
+        damaged.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        try:
+            cache.import_blocks("a", [load_shard(damaged), load_shard(good[1])])
+        except TransferError:
+            refused += 1
+            assert same(before, snapshot(cache))
+        else:
+            check(cache, CASE.target, 0, "a", 0, SALT)
+            cache.free("a")
+            cache = CASE.target.cache(0, 20)
+    assert refused > 0.95 * len(range(0, len(data), step))
+
+
+@ALL
+def test_a_file_cut_anywhere_is_refused(step: int, good: list[Path], tmp_path: Path) -> None:
+    data, cut = good[0].read_bytes(), tmp_path / "cut"
+    for length in range(0, len(data), step):
+        cut.write_bytes(data[:length])
+        with pytest.raises(TransferError):
+            load_shard(cut)
+    cut.write_bytes(data + b"more")
+    with pytest.raises(TransferError):
+        load_shard(cut)
+
+
+def header_of(path: Path) -> dict:
+    return json.loads(load_shard(path).header.to_json())
+
+
+def rewritten(path: Path, target: Path, **changes) -> Path:
+    """The same tensors under a header with some fields changed; ``None`` leaves one out."""
+    values = {**header_of(path), **changes}
+    text = json.dumps({key: value for key, value in values.items() if value is not None})
+    save_file(load_file(path), target, metadata={"cplayers": text})
+    return target
+
+
+LAYOUT = {"cp_size": 2, "interleave_size": 2, "block_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"format": 2}, "not of format 1"),
+        ({"format": None}, "not of format 1"),
+        ({"length": None}, "it has the fields"),
+        ({"extra": 1}, "it has the fields"),
+        ({"length": 5.0}, "position, rank or head"),
+        ({"length": True}, "position, rank or head"),
+        ({"length": -1}, "position, rank or head"),
+        ({"length": 10**30}, "position, rank or head"),
+        ({"length": 10**11}, "the header announces"),
+        ({"length": "5"}, "position, rank or head"),
+        ({"oldest": 6}, "out of range"),
+        ({"cp_rank": 2}, "out of range"),
+        ({"num_layers": 0}, "a size"),
+        ({"layout": {**LAYOUT, "block_size": 0}}, "at least 1"),
+        ({"layout": {**LAYOUT, "more": 1}}, "unexpected keyword"),
+        ({"layout": 7}, "cannot be read"),
+        ({"planes": []}, "no planes"),
+        ({"planes": [{"name": "latent", "heads": 1, "dim": 70}]}, "the header announces"),
+        ({"planes": [{"name": 5, "heads": 1, "dim": 7}]}, "not text"),
+        ({"hashes": ["zz"]}, "cannot be read"),
+        ({"hashes": ["00"]}, "another length"),
+        ({"hashes": 5}, "cannot be read"),
+        ({"dtype": "torch.float16"}, "the header announces"),
+    ],
+)
+def test_a_header_that_cannot_be_is_refused(
+    changes: dict, words: str, good: list[Path], tmp_path: Path
+) -> None:
+    with pytest.raises(TransferError, match=words):
+        load_shard(rewritten(good[0], tmp_path / "x", **changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"spec": "GQASpec"}, "spec=GQASpec"),
+        ({"first_head": 1}, "another checksum|in none of them"),
+        ({"hashes": ["00" * 16]}, "differ in hashes"),
+    ],
+)
+def test_a_header_of_something_else_is_refused(
+    changes: dict, words: str, good: list[Path], tmp_path: Path
+) -> None:
+    paths = [rewritten(good[0], tmp_path / "x", **changes), good[1]]
+    if "spec" in changes:
+        paths[1] = rewritten(good[1], tmp_path / "y", **changes)
+    with pytest.raises(TransferError, match=words):
+        taken(CASE, paths)
+
+
+def test_other_files_are_refused(good: list[Path], tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(2)}, tmp_path / "model")
+    with pytest.raises(TransferError, match=r"with the tensors \['weight'\]"):
+        load_shard(tmp_path / "model")
+    save_file(load_file(good[0]), tmp_path / "bare")
+    with pytest.raises(TransferError, match="a header that cannot be read"):
+        load_shard(tmp_path / "bare")
+    (tmp_path / "pickle").write_bytes(b"\x80\x04\x95")
+    with pytest.raises(TransferError):
+        load_shard(tmp_path / "pickle")
+    with pytest.raises(FileNotFoundError):
+        load_shard(tmp_path / "absent")
+
+
+def test_the_shard_of_a_rank_that_holds_nothing_is_a_file_too(tmp_path: Path) -> None:
+    case = Case(Side((3, 4, 4)), Side((1, 4, 4)), 4, 0)
+    paths = written(case, tmp_path)
+    assert isinstance(load_shard(paths[2]), BlockShard)
+    check(taken(case, paths), case.target, 0, "a", 0, SALT)
+    check(taken(case, paths[:1]), case.target, 0, "a", 0, SALT)
