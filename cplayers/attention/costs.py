@@ -21,10 +21,28 @@ W*e / (N*(D*e + V*e + 4)), N the heads of the model whose K/V heads are W: 25 % 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from cplayers.cache.prefill import Prefill
 from cplayers.mesh import Topology
+
+
+class Chunks(Protocol):
+    """What of a step's prompts decides bytes: ``plan.prefill``, or numbers alone."""
+
+    @property
+    def num_tokens(self) -> int:
+        """F."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Rows of the PCP rank that has most."""
+        ...
+
+    @property
+    def max_exchanged(self) -> int:
+        """Rows that travel to their owners between each two PCP ranks."""
+        ...
 
 
 def combine_bytes(
@@ -90,7 +108,7 @@ class Sizes(NamedTuple):
         queries = neighbours * rows * self.own_heads * self.query_dim * self.itemsize
         return queries + self._combine(topology, rows, rows)
 
-    def chunks_visit(self, topology: Topology, prefill: Prefill) -> int:
+    def chunks_visit(self, topology: Topology, prefill: Chunks) -> int:
         """Chunks of prompts under gather_q.
 
         Args:

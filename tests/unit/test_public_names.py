@@ -26,7 +26,8 @@ PUBLIC = {
         RankFailedError StateError TPAQProj Topology TransferError ZigzagLayout
     """,
     "cplayers.mesh": """
-        AXES CPMesh Coords Ring Topology TrafficLog TrafficRecord legal_dcp validate
+        AXES CPMesh Coords Ring Topology TrafficLog TrafficRecord exchange legal_dcp mesh_over
+        regroup validate
     """,
     "cplayers.ops": """
         Partial Spans Tile add_sink apply_rope attend attention_reference available_backends
@@ -47,6 +48,12 @@ PUBLIC = {
     "cplayers.hf": "CPCache CPState ContextParallelModel parallelize",
     "cplayers.conf": "CacheConf GQAConf MLAConf PrefillConf TopologyConf register_configs",
     "cplayers.testing": "BackendError RankPool RankPoolError check_backend",
+    "cplayers.planning": """
+        Advice Assumed Budget Calibration Call Candidate Choices Crossovers Hardware KVMemory Link
+        Load ModelShape Seconds Speeds TimeModel Weights advise budget_of cache_spec calibrate
+        candidates check_layout crossovers hardware_presets layouts model_presets sizes_of
+        weights_of
+    """,
     "cplayers.viz": "placement_svg",
 }
 PLAIN_VALUES = {"AXES", "Combine", "Decode"}  # a tuple and Literals, which cannot carry a docstring

@@ -1,0 +1,398 @@
+"""The planner's formulas: published figures, other people's counts, and choices with their reasons."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cplayers import ConfigError, Topology
+from cplayers.attention.costs import Sizes
+from cplayers.cache import CacheConfig
+from cplayers.planning import (
+    Call,
+    Choices,
+    Hardware,
+    KVMemory,
+    Link,
+    Load,
+    ModelShape,
+    Speeds,
+    TimeModel,
+    advise,
+    candidates,
+    check_layout,
+    crossovers,
+    hardware_presets,
+    layouts,
+    model_presets,
+    weights_of,
+)
+from cplayers.planning.crossover import LIMIT, first
+from cplayers.planning.shape import MODELS
+from cplayers.planning.times import causal_pairs
+from cplayers.planning.traffic import Chunk, decode_calls, fetch_calls, sent, visit_calls
+
+MILLION = 1 << 20
+UNIFORM = Speeds(1e12, 1e11, {"*": Link(1e-5, 1e10)})
+
+# Parameters as the models' authors state them, in billions.
+PUBLISHED = {
+    "deepseek-v3": 671,
+    "deepseek-r1": 671,
+    "kimi-k2": 1026,
+    "llama-3-8b": 8.03,
+    "llama-3-70b": 70.6,
+    "llama-3-405b": 406,
+    "qwen3-8b": 8.19,
+    "qwen3-32b": 32.8,
+    "qwen3-30b-a3b": 30.5,
+    "qwen3-235b-a22b": 235,
+    "gpt-oss-20b": 20.9,
+    "gpt-oss-120b": 116.8,
+    "smollm2-135m": 0.1345,
+}
+
+
+def test_published_figures_of_caches() -> None:
+    r1 = ModelShape.load("deepseek-r1")
+    for tp in (1, 8, 16):
+        assert KVMemory(r1, Topology(tp=tp)).token_bytes == 70_272
+    assert round(KVMemory(r1, Topology(tp=8)).nbytes(MILLION) / 1e9, 1) == 73.7
+    assert round(KVMemory(r1, Topology(tp=8, dcp=8)).nbytes(MILLION) / 1e9, 1) == 9.2
+    assert KVMemory(ModelShape.load("llama-3-70b"), Topology(tp=8)).token_bytes == 40_960
+
+
+@pytest.mark.parametrize("name", model_presets())
+def test_presets_have_as_many_parameters_as_their_authors_say(name: str) -> None:
+    counted = weights_of(ModelShape.load(name), Topology()).total / 1e9
+    assert counted == pytest.approx(PUBLISHED[name], rel=3e-3)
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "gpt-oss-20b", "qwen3-30b-a3b", "smollm2-135m"])
+def test_presets_count_the_matrices_of_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # torch sets this variable when transformers' loader imports its compiler; undone afterwards.
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    fields = json.loads((MODELS / f"{name}.json").read_text(encoding="utf-8"))
+    for ours in ("_source", "quantization_config"):
+        fields.pop(ours, None)
+    layers = fields["num_hidden_layers"] = 5  # the first three of DeepSeek-V3 are dense
+    if "layer_types" in fields:
+        fields["layer_types"] = fields["layer_types"][:layers]
+    config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    matrices = {
+        id(p): p.numel()
+        for n, p in model.named_parameters()
+        if p.dim() > 1 and not n.endswith("bias")
+    }
+    assert weights_of(ModelShape.from_config(fields), Topology()).total == sum(matrices.values())
+
+
+def test_weights_in_bytes() -> None:
+    shape = ModelShape.load("deepseek-v3")
+    weights = weights_of(shape, Topology())
+    assert weights.nbytes("bf16") == 2 * weights.total
+    outside = weights.embedding + weights.head + weights.router
+    assert weights.nbytes("fp8") == weights.total + outside
+    oss = weights_of(ModelShape.load("gpt-oss-120b"), Topology())
+    assert oss.nbytes("mxfp4") == 2 * (oss.total - oss.experts) + oss.experts * 17 // 32
+    # The checkpoint of gpt-oss-120b has 65.2 GB, biases and norms among them.
+    assert oss.nbytes("mxfp4") / 1e9 == pytest.approx(65.2, abs=0.1)
+    with pytest.raises(ConfigError, match="weights=int3: weights are counted in a known precision"):
+        weights.nbytes("int3")
+
+
+def test_a_step_reads_the_experts_in_use() -> None:
+    shape = ModelShape.load("qwen3-235b-a22b")
+    weights = weights_of(shape, Topology())
+    assert shape.experts is not None
+    others = weights.total - weights.experts - weights.embedding
+    one = weights.read(shape, "bf16", 1)
+    assert one == pytest.approx(2 * (others + weights.experts * 8 / 128))
+    assert weights.read(shape, "bf16", 10_000) == pytest.approx(2 * (others + weights.experts))
+    active = weights.multiplied(shape) + weights.head
+    assert active / 1e9 == pytest.approx(21.6, abs=0.2)  # "A22B", without the embedding
+
+
+@given(
+    tp=st.sampled_from([1, 2, 4, 8]),
+    pcp=st.sampled_from([1, 2, 4]),
+    rows=st.integers(1, 300),
+    cached=st.integers(0, 5000),
+    combine=st.sampled_from(["a2a", "ag_rs", "ar"]),
+    replicated=st.booleans(),
+    data=st.data(),
+)
+def test_collectives_add_up_to_the_costs_of_the_layers(
+    tp: int,
+    pcp: int,
+    rows: int,
+    cached: int,
+    combine: str,
+    replicated: bool,
+    data: st.DataObject,
+) -> None:
+    topology = Topology(tp=tp, pcp=pcp)
+    dcp = data.draw(st.sampled_from(topology.possible_dcp()))
+    topology = Topology(tp=tp, pcp=pcp, dcp=dcp)
+    sizes = Sizes(3, 16, 12, 40, 2, combine, replicated)
+    assert sent(decode_calls(sizes, topology, rows)) == sizes.visit(topology, rows)
+    chunk = Chunk.of(topology, rows)
+    if dcp > 1 or pcp == 1:
+        assert sent(visit_calls(sizes, topology, chunk)) == sizes.chunks_visit(topology, chunk)
+    fetched = fetch_calls(sizes, topology, chunk, cached, 100)
+    share = -(-cached // dcp)
+    assert sent(fetched) == sizes.fetch(topology, new=chunk.width, cached=share)
+    for call in decode_calls(sizes, topology, rows):
+        assert topology.size(call.axis) > 1 and call.bytes > 0
+
+
+@given(
+    tokens=st.integers(0, 40),
+    cached=st.integers(0, 40),
+    window=st.none() | st.integers(1, 50),
+)
+def test_causal_pairs(tokens: int, cached: int, window: int | None) -> None:
+    rows = range(cached, cached + tokens)
+    assert causal_pairs(tokens, cached, window) == sum(min(p + 1, window or p + 1) for p in rows)
+
+
+@given(
+    dcp=st.integers(1, 5),
+    interleave=st.integers(1, 7),
+    block=st.integers(1, 9),
+    context=st.integers(1, 300),
+    sequences=st.integers(1, 4),
+)
+def test_the_longest_context_fits_and_one_more_token_does_not(
+    dcp: int, interleave: int, block: int, context: int, sequences: int
+) -> None:
+    shape = ModelShape.from_config(
+        {
+            "hidden_size": 8,
+            "num_hidden_layers": 3,
+            "num_attention_heads": dcp,
+            "num_key_value_heads": 1,
+            "head_dim": 4,
+            "intermediate_size": 8,
+            "vocab_size": 8,
+        }
+    )
+    memory = KVMemory(shape, Topology(tp=dcp, dcp=dcp), CacheConfig(block, interleave))
+    free = memory.nbytes(context, sequences)
+    longest = memory.max_context(sequences, free)
+    assert longest >= context
+    assert memory.nbytes(longest, sequences) <= free < memory.nbytes(longest + 1, sequences)
+    assert memory.max_sequences(context, free) == sequences
+
+
+def test_layouts_are_those_that_the_judge_accepts() -> None:
+    shape = ModelShape.load("llama-3-8b")
+    found = list(layouts(shape, 8))
+    assert len(found) == len(set(found)) > 10
+    for topology, replicate_q in found:
+        assert topology.world_size == 8
+        check_layout(shape, topology, CacheConfig(), replicate_q=replicate_q)
+    refused = Topology(tp=8, dcp=2)  # 8 KV heads on 8 ranks leave nothing to share out
+    assert (refused, True) in found and (refused, False) not in found
+    with pytest.raises(ConfigError, match="q_proj='tpa'"):
+        check_layout(shape, refused, CacheConfig())
+
+
+def plan(model: str, gpus: int, context: int, concurrency: int, **more: Any) -> Any:
+    load = Load(context, concurrency)
+    return advise(ModelShape.load(model), Hardware.load("h200"), gpus, load, **more)
+
+
+def test_a_sequence_that_outgrows_a_card_gets_dcp() -> None:
+    found, advice = plan("deepseek-v3", 8, MILLION, 4)
+    assert advice.best is found[0]
+    assert advice.best.degrees == (8, 8, 1, 1)
+    assert [c.degrees for c in found if c.fits and not c.replicate_q] == [(8, 8, 1, 1)]
+    assert "One sequence outgrows a card" in advice.reasons[0]
+    assert "73.7 GB" in advice.reasons[0] and "9.2 GB" in advice.reasons[0]
+    assert "made for 163,840 positions" in advice.notes[0]
+    budget = advice.best.budget
+    assert budget.kv == 4 * 9_210_691_584
+    assert budget.used <= budget.capacity == int(0.9 * 141e9)
+    assert budget.max_context >= MILLION and budget.max_concurrency == 4
+
+
+def test_short_and_many_sequences_get_replicas() -> None:
+    _, advice = plan("llama-3-8b", 8, 2048, 1024)
+    assert advice.best is not None
+    assert advice.best.topology.dp > 1 and advice.best.topology.dcp == 1
+    assert any("short and many" in reason for reason in advice.reasons)
+
+
+def test_a_target_for_the_first_token_gets_pcp() -> None:
+    found, plain = plan("gpt-oss-120b", 4, 131_072, 8)
+    assert plain.best.topology.pcp == 1
+    quickest = min(c.first_token.total for c in found if c.fits)
+    _, asked = plan("gpt-oss-120b", 4, 131_072, 8, ttft_s=1.01 * quickest)
+    assert asked.best.topology.pcp > 1
+    assert any(reason.startswith("Prompts cost most: pcp=") for reason in asked.reasons)
+    _, neither = plan("gpt-oss-120b", 4, 131_072, 8, ttft_s=quickest / 2)
+    assert neither.best is None and "keeps to the targets" in neither.reasons[0]
+
+
+def test_when_nothing_fits_the_remedy_is_named() -> None:
+    found, advice = plan("llama-3-405b", 2, 131_072, 1)
+    assert advice.best is None and not any(c.fits for c in found)
+    assert advice.reasons[0].startswith("Nothing fits: tp=2")
+    [gpus] = [int(r.split()[0].removeprefix("gpus=")) for r in advice.reasons if "would do" in r]
+    assert plan("llama-3-405b", gpus, 131_072, 1)[1].best is not None
+    assert plan("llama-3-405b", gpus // 2, 131_072, 1)[1].best is None
+
+
+def test_predictions_move_the_right_way() -> None:
+    shape, hardware = ModelShape.load("llama-3-70b"), Hardware.load("h200")
+    model = TimeModel(shape, Topology(tp=8), hardware.speeds(Topology(tp=8)))
+    assert model.decode_step(1000).total < model.decode_step(100_000).total
+    step = model.decode_step(1000)
+    # one token reads all weights but the embedding: a bound from the data sheet
+    least = (weights_of(shape, Topology(tp=8)).nbytes("bf16") - 2 * 128_256 * 8192) / 4.8e12
+    assert step.products == pytest.approx(least / 0.8)
+    apart = Hardware.load("h200").speeds(Topology(tp=16))
+    assert apart.link("tp", "all_reduce").bandwidth < apart.link("pcp", "all_reduce").bandwidth
+    split = Topology(tp=8, pcp=2)
+    halves = TimeModel(shape, split, hardware.speeds(split))
+    whole, half = model.first_token(65_536, 8192), halves.first_token(65_536, 8192)
+    assert half.attention == pytest.approx(whole.attention / 2)
+    assert half.products == pytest.approx(whole.products / 2, rel=0.01)
+
+
+def test_crossovers_are_where_the_model_says() -> None:
+    shape = ModelShape("x", 64, 1, 32, 8, 128, 128, 64, 64)
+    topology = Topology(pcp=2, dcp=2)
+    found = crossovers(shape, topology, UNIFORM, dtype=torch.float32, chunk=256)
+    assert found.a2a == 1  # fewer bytes and fewer collectives
+    assert found.dcp is not None and found.gather_q is not None
+    spread = TimeModel(shape, topology, UNIFORM, dtype=torch.float32)
+    alone = TimeModel(shape, Topology(pcp=2), UNIFORM, dtype=torch.float32)
+    for context in (found.dcp - 1, found.dcp):
+        wins = spread.decode_attention(context).total < alone.decode_attention(context).total
+        assert wins == (context == found.dcp)
+    # by hand: half the keys, 8 KiB each, against an all-to-all of one row
+    saved = 8192 / 2 / 1e11
+    a2a = 1e-5 + 32 * (128 * 4 + 4) / 1e10
+    assert found.dcp == pytest.approx(a2a / saved, abs=2 * 16)  # shares differ by an interleave
+    with pytest.raises(ConfigError, match="they compare a DCP degree with DCP 1"):
+        crossovers(shape, Topology(tp=2), UNIFORM)
+
+
+def test_the_first_size_that_wins() -> None:
+    for turn in (1, 2, 3, 7, 8, 1000, LIMIT):
+        assert first(lambda size, turn=turn: size >= turn) == turn
+    assert first(lambda size: False) is None
+
+
+def test_what_was_measured_as_a_whole_has_one_latency() -> None:
+    calls = [
+        Call("dcp", "all_gather", 1000, combine="ag_rs"),
+        Call("dcp", "reduce_scatter", 3000, combine="ag_rs"),
+        Call("tp", "all_reduce", 500),
+    ]
+    links = {"*": Link(1.0, 1000.0), "ag_rs": Link(5.0, 1000.0)}
+    assert Speeds(1, 1, links).talk(calls) == pytest.approx(5 + 4 + 1 + 0.5)
+    assert Speeds(1, 1, {"*": links["*"]}).talk(calls) == pytest.approx(3 + 4.5)
+
+
+def test_hardware_presets_state_their_sources() -> None:
+    assert {"h200", "h100", "b200", "a100", "ascend-910c"} <= set(hardware_presets())
+    for name in hardware_presets():
+        hardware = Hardware.load(name)
+        assert hardware.title and hardware.source
+        assert all(url.startswith("https://") for url in hardware.source)
+
+
+def test_model_presets_state_their_sources() -> None:
+    for name in model_presets():
+        assert ModelShape.load(name).source.startswith("https://huggingface.co/")
+
+
+def test_shapes_from_a_file(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    text = (MODELS / "llama-3-8b.json").read_text(encoding="utf-8")
+    (folder / "config.json").write_text(text)
+    assert ModelShape.load(str(folder)).num_kv_heads == 8
+    assert ModelShape.load(str(folder / "config.json")).name == str(folder / "config.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 0}, "hidden_size=0: hidden_size is an int of at least 1"),
+        ({"num_hidden_layers": None}, "num_hidden_layers=None"),
+        ({"layer_types": ["linear_attention"] * 4}, "layers of type 'linear_attention'"),
+    ],
+)
+def test_other_models_are_refused(change: dict[str, Any], message: str) -> None:
+    fields = json.loads((MODELS / "qwen3-8b.json").read_text(encoding="utf-8"))
+    with pytest.raises(ConfigError, match=message):
+        ModelShape.from_config({**fields, **change})
+
+
+def test_unknown_names_are_refused_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model=gpt9: .*use one of deepseek-r1, deepseek-v3"):
+        ModelShape.load("gpt9")
+    with pytest.raises(ConfigError, match=r"hardware=abacus: .*use one of h200"):
+        Hardware.load("abacus")
+    broken = tmp_path / "card.json"
+    broken.write_text('{"flops": 1e12, "memory": -1}')
+    with pytest.raises(ConfigError, match="memory=-1: memory is a number above 0"):
+        Hardware.load(str(broken))
+    broken.write_text("[")
+    with pytest.raises(ConfigError, match="it is not JSON"):
+        Hardware.load(str(broken))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Load(0), "context=0: context is an int of at least 1"),
+        (lambda: Load(10, output=10), "output=10 with context=10"),
+        (
+            lambda: candidates(*_anything(), 0, Load(100)),
+            "gpus=0: at least one card computes",
+        ),
+        (
+            lambda: candidates(*_anything(), 1, Load(100), Choices(utilization=1.5)),
+            "utilization=1.5",
+        ),
+        (
+            lambda: candidates(*_anything(), 1, Load(100), Choices(precision="int3")),
+            "weights=int3",
+        ),
+    ],
+)
+def test_loads_that_make_no_sense_are_refused(call: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        call()
+
+
+def _anything() -> tuple[ModelShape, Hardware]:
+    return ModelShape.load("llama-3-8b"), Hardware.load("h200")
+
+
+def test_a_prediction_is_marked_as_one() -> None:
+    found, _ = plan("llama-3-8b", 2, 4096, 1)
+    data = json.loads(json.dumps(found[0].to_dict()))
+    measured_or_by_formula = {
+        *("tp", "dcp", "pcp", "dp", "q_proj", "fits", "weight_bytes", "kv_bytes"),
+        *("kv_bytes_per_sequence", "sequences_per_replica"),
+    }
+    assert data.keys() - {"predicted"} == measured_or_by_formula
+    assert {"ttft_s", "tpot_s", "workspace_bytes"} <= data["predicted"].keys()
