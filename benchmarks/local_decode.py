@@ -48,17 +48,18 @@ def decode(cache: PagedKVCache, q: torch.Tensor, scale: float) -> Contestant:
     plan = one_token(cache)
     last = [torch.ones(1, plane.heads, plane.dim) for plane in cache.spec.planes]
     cache.write(plan, 0, plan.decode_writes, *last)
-    layer, found, scoring = CachedLayer(cache, plan, 0), plan.reads(), Scoring(scale)
-    return Contestant(
-        lambda: attend_cached(q, layer, found, scoring), lambda partial: partial.out[0]
-    )
+    layer, scoring = CachedLayer(cache, plan, 0), Scoring(scale)
+    return Contestant(lambda: attend_cached(q, layer, scoring), lambda partial: partial.out[0])
 
 
 def run(bench: Bench, settings: LocalDecode) -> Iterator[Case]:
     heads = settings.heads.num, settings.heads.num_kv, settings.heads.dim
     for keys in settings.keys:
         site = Here(bench.threads, contestants, keys, heads, settings.block_size)
-        yield bench.case({"keys": keys}, [site], READ)
+        case = bench.case({"keys": keys}, [site], READ, bar=keys == settings.bar_keys)
+        size = 2 * keys * heads[1] * heads[2] * 4  # keys and values in fp32
+        case.add_rates(dict.fromkeys(case.timings, size), "B")
+        yield case
 
 
 def bars(cases: Sequence[Case], settings: LocalDecode) -> list[Bar]:

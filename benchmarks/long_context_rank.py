@@ -113,7 +113,7 @@ def run_variant(
             seconds, y = timed(mesh, lambda p=plan: layer(x, (cos, sin), cache, p))
         times["step"].append(seconds)
         cached = CachedLayer(cache, plan, 0)
-        attend = timed(mesh, lambda c=cached: attend_cached(q, c, c.plan.reads(), layer.scoring))
+        attend = timed(mesh, lambda c=cached: attend_cached(q, c, layer.scoring))
         times["attend"].append(attend[0])
         times["read"].append(timed(mesh, lambda p=plan: read(cache, p))[0])
         cache.commit(plan)

@@ -127,7 +127,7 @@ def snapshot(cache: PagedKVCache) -> object:
         list(pool._refs),
         dict(pool._units),
         list(pool._reusable),
-        [plane.clone() for layer in cache._storage._layers for plane in layer],
+        [plane.clone() for layer in cache.storage._layers for plane in layer],
     )
 
 

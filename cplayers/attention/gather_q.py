@@ -6,8 +6,7 @@ Every rank attends with the queries of the group's heads to the keys that it own
                    chunks under PCP: each to its owner                   all-to-all over PCP
     q_own          [T, n, H] --all-gather over the group's TP neighbours-->  [T, kn, H]
                    chunks under PCP: over the whole group, rows and heads    [F, kn, H]
-    for each run of consecutive blocks:   attend(q, keys in place, lo, hi)      -> Partial
-    merge the runs of a row                                                     -> Partial
+    attend(q, keys in place, lo, hi), all requests at once or run by run        -> Partial
     combine over the group                                                      -> [T, n, V]
 
 Members of a group that differ only in their PCP rank hold the same decode rows; of chunks each has
@@ -73,16 +72,14 @@ def visit(
     cache, plan, layer = cached
     if prefill is None:
         cache.write(plan, layer, plan.decode_writes, *planes)
-        reads = plan.reads(scoring.window)
     else:
         if mesh.size("pcp") == 1:
             cache.write(plan, layer, plan.prefill_writes[0], *planes)
         else:
             arrived = _exchange(planes, prefill, mesh)
             cache.write(plan, layer, prefill.exchange.writes, *arrived)
-        reads = prefill.reads(scoring.window)
     q = bring_queries(q, mesh, prefill, replicated=how.replicated)
-    out, lse = attend_cached(q, cached, reads, scoring)
+    out, lse = attend_cached(q, cached, scoring, prefill)
     if how.before is not None:
         out = how.before(out)
     return combine(Partial(out, lse), mesh, how.combine, prefill)
@@ -118,20 +115,37 @@ def bring_queries(
 
 
 def attend_cached(
-    q: Tensor, cached: CachedLayer, reads: Sequence[Read], scoring: Scoring
+    q: Tensor, cached: CachedLayer, scoring: Scoring, prefill: Prefill | None = None
 ) -> Partial:
     """Partial attention of rows to the keys on this rank.
+
+    In one call where the backend looks up block tables, else in one for each of the rows' `Read`s.
 
     Args:
         q: The group's heads of the rows, `[T, N, H]`.
         cached: The layer, which holds this step's keys already.
-        reads: What the rows see of them.
         scoring: How keys are scored.
+        prefill: ``plan.prefill`` where the rows are its packed tokens; ``None`` for decode rows.
 
     Returns:
         out `[T, N, V]`, lse `[T, N]`; (0, -inf) for rows whose keys are all on other ranks.
     """
+    cache, plan, layer = cached
+    part = plan if prefill is None else prefill
+    stores = cache.spec.keys_values(cache.storage.stores(layer))
+    partial = scoring.attend_paged(q, *stores, part.paged(scoring.window))
+    return _read_by_read(q, cached, scoring, part.reads) if partial is None else partial
+
+
+def _read_by_read(
+    q: Tensor,
+    cached: CachedLayer,
+    scoring: Scoring,
+    reads_of: Callable[[int | None], Sequence[Read]],
+) -> Partial:
     cache, _, layer = cached
+    spec, storage, block_size = cache.spec, cache.storage, cache.layout.block_size
+    reads = reads_of(scoring.window)
     rows: list[Partial] = []
     done, i = 0, 0
     while i < len(reads):
@@ -142,7 +156,7 @@ def attend_cached(
         parts = []
         while i < len(reads) and reads[i].row0 == row0:
             read = reads[i]
-            keys, values = cache.spec.keys_values(cache.view(layer, read.slot, read.length))
+            keys, values = spec.keys_values(storage.read(layer, read, block_size))
             parts.append(scoring.attend(part, keys, values, read))
             i += 1
         rows.append(parts[0] if len(parts) == 1 else merge(parts))

@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from cplayers.ops import Partial, Tile, attend
+from cplayers.ops import PagedKeys, Partial, Tile, attend, attend_paged
 
 
 class Seen(Protocol):
@@ -42,6 +42,30 @@ class Scoring(NamedTuple):
     softcap: float | None = None
     window: int | None = None
     backend: str = "auto"
+
+    def attend_paged(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, keys: PagedKeys
+    ) -> Partial | None:
+        """The same on keys `[K, slots, H]` and values `[K, slots, V]` where a cache has them.
+
+        Args:
+            q: Queries.
+            k_cache: Keys.
+            v_cache: Values.
+            keys: What each row sees.
+
+        Returns:
+            ``None`` if the backend wants keys run by run.
+        """
+        return attend_paged(
+            q,
+            k_cache,
+            v_cache,
+            keys,
+            scale=self.scale,
+            softcap=self.softcap,
+            backend=self.backend,
+        )
 
     def attend(self, q: Tensor, keys: Tensor, values: Tensor, seen: Seen) -> Partial:
         """Partial attention of q `[T, N, H]` to keys `[S, K, H]` and values `[S, K, V]`.

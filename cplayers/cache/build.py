@@ -14,20 +14,26 @@ from torch import Tensor
 
 from cplayers.cache.context import Context, Source
 from cplayers.cache.plan import StepPlan
-from cplayers.cache.prefill import Prefill, build_prefill
+from cplayers.cache.prefill import Chunks, Prefill, build_prefill
+from cplayers.cache.table_store import TableStore
 from cplayers.cache.tables import Request
 from cplayers.cache.view import RankView, Writes
 from cplayers.cache.zigzag import PackedZigzag
 
 
 def build_plan(
-    requests: Sequence[Request], view: RankView, version: int, max_decode_tokens: int
+    requests: Sequence[Request],
+    view: RankView,
+    tables: TableStore,
+    version: int,
+    max_decode_tokens: int,
 ) -> StepPlan:
     """The plan of one step on one rank, from requests that are the same on all ranks."""
     decodes = [bool(r.cached) and r.new <= max_decode_tokens for r in requests]
     decode = [i for i, is_decode in enumerate(decodes) if is_decode]
     order = decode + [i for i, is_decode in enumerate(decodes) if not is_decode]
     ordered = tuple([requests[i] for i in order])
+    table_rows = tables.load(ordered)
     starts = [0, *accumulate(request.new for request in requests)]
     num_decode = sum(request.new for request in ordered[: len(decode)])
 
@@ -65,7 +71,12 @@ def build_plan(
         row_request, positions, tokens = row_request[rows], positions[rows], tokens[rows]
         context = _context(ordered, len(decode), row_request, positions[num_decode:], view)
         prefill = build_prefill(
-            zigzag, context, view, ordered[len(decode) :], packed_positions, packed_slots
+            zigzag,
+            context,
+            view,
+            Chunks(ordered[len(decode) :], table_rows[len(decode) :], tables.table),
+            packed_positions,
+            packed_slots,
         )
     return StepPlan(
         seqs=tuple([request.seq for request in requests]),
@@ -85,6 +96,8 @@ def build_plan(
         _view=view,
         _requests=ordered,
         _num_decoding=len(decode),
+        _table=tables.table,
+        _table_rows=tuple(table_rows),
         _order=tuple(order),
         _positions=positions,
         _row_request=row_request,

@@ -27,6 +27,7 @@ from cplayers.cache.portable import PortableCache
 from cplayers.cache.sequences import Draft, SequenceTable
 from cplayers.cache.spec import CacheSpec, bytes_per_token
 from cplayers.cache.storage import Storage
+from cplayers.cache.table_store import TableStore
 from cplayers.cache.view import RankView, Writes
 from cplayers.errors import ConfigError, StateError
 
@@ -90,9 +91,10 @@ class PagedKVCache(PortableCache):
         self.view_of_rank = RankView(layout, cp_rank, pcp_rank, pcp_size, torch.device(device))
         self.pool = BlockPool(num_blocks)
         self._sequences = SequenceTable(layout, self.pool)
+        self._tables = TableStore(self.view_of_rank.device)
         self._version = 0
         self._pending: _Pending | None = None
-        self._storage = Storage(
+        self.storage = Storage(
             spec, num_layers, num_blocks * layout.block_size, dtype, self.view_of_rank.device
         )
 
@@ -147,6 +149,7 @@ class PagedKVCache(PortableCache):
             ConfigError: If ``seq`` is unknown.
         """
         self._sequences.free(seq)
+        self._tables.drop(seq)
         if self._pending is not None and seq in self._pending.plan.seqs:
             self._pending = None
 
@@ -201,7 +204,9 @@ class PagedKVCache(PortableCache):
             CacheFullError: If the pool cannot hold the step; alike on all ranks.
         """
         draft = self._sequences.draft(requests)
-        plan = build_plan(draft.requests, self.view_of_rank, self._version + 1, max_decode_tokens)
+        plan = build_plan(
+            draft.requests, self.view_of_rank, self._tables, self._version + 1, max_decode_tokens
+        )
         for block in (*draft.overwritten, *draft.trial.taken):
             self.pool.forget(block)
         self._version += 1
@@ -221,7 +226,7 @@ class PagedKVCache(PortableCache):
             StateError: If the plan is stale or was committed already.
         """
         self._copy_once(self._require(plan))
-        self._storage.write(layer, writes, planes)
+        self.storage.write(layer, writes, planes)
 
     def commit(self, plan: StepPlan) -> None:
         """Make the step count: lengths grow, blocks are taken, whole prompt units become reusable.
@@ -236,7 +241,7 @@ class PagedKVCache(PortableCache):
 
     def view(self, layer: int, slot: int, length: int) -> list[Tensor]:
         """``length`` keys of a layer from ``slot`` on, in place: `[length, heads, dim]` a plane."""
-        return self._storage.view(layer, slot, length)
+        return self.storage.view(layer, slot, length)
 
     def _require(self, plan: StepPlan) -> _Pending:
         if self._pending is None or self._pending.plan is not plan:
@@ -251,7 +256,7 @@ class PagedKVCache(PortableCache):
         if not pending.copied:
             size = self.layout.block_size
             for source, target in pending.draft.copies:
-                self._storage.copy(source * size, target * size, size)
+                self.storage.copy(source * size, target * size, size)
             pending.copied = True
 
     # Capacity
@@ -283,7 +288,7 @@ class PagedKVCache(PortableCache):
         """Enlarge the cache to ``num_blocks`` in place; contents and ids stay."""
         if num_blocks <= self.pool.num_blocks:
             return
-        self._storage.grow(num_blocks * self.layout.block_size)
+        self.storage.grow(num_blocks * self.layout.block_size)
         self.pool.grow(num_blocks)
         self._pending = None
 

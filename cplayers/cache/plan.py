@@ -12,9 +12,10 @@ each of them goes in this rank's cache, -1 where it is another rank's token or p
 are sent to their owners instead, `Exchange` says so.
 
 Reading. A decode row sees the keys ``lo..hi`` of its sequence's local shard, the step's own tokens
-included (`cplayers.ops.spans`). `StepPlan.reads` lists them as runs of consecutive blocks, each a
-zero-copy view of the cache. What prefill rows see is in `cplayers.cache.prefill`. All of it takes
-the layer's sliding window, and is computed once per window and step.
+included (`cplayers.ops.spans`). `StepPlan.paged` gives them to kernels that look up block tables,
+`StepPlan.reads` lists them for others as runs of consecutive blocks. What prefill rows see is in
+`cplayers.cache.prefill`. All of it takes the layer's sliding window, and is computed once per
+window and step, whatever the number of layers.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from torch import Tensor
 
 from cplayers.cache.context import Context, Source
 from cplayers.cache.prefill import Choice, Prefill
-from cplayers.cache.reads import Read, build_reads
+from cplayers.cache.reads import Read, build_reads, paged_keys
 from cplayers.cache.tables import Request
 from cplayers.cache.view import RankView, Writes
-from cplayers.ops import Spans
+from cplayers.ops import PagedKeys, Spans
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,10 @@ class StepPlan:
     _order: tuple[int, ...] = field(repr=False)
     _positions: Tensor = field(repr=False)  # on the host, as is _row_request
     _row_request: Tensor = field(repr=False)  # index into _requests
+    _table: Tensor = field(repr=False)
+    _table_rows: tuple[int, ...] = field(repr=False)  # of each of _requests
     _reads: dict[int | None, tuple[Read, ...]] = field(repr=False, default_factory=dict)
+    _paged: dict[int | None, PagedKeys] = field(repr=False, default_factory=dict)
 
     @property
     def num_rows(self) -> int:
@@ -159,3 +163,21 @@ class StepPlan:
             positions = self._positions[: self.num_decode]
             self._reads[window] = tuple(build_reads(requests, positions, self._view, window))
         return self._reads[window]
+
+    def paged(self, window: int | None = None) -> PagedKeys:
+        """The same for a kernel that looks up block tables, which are those of this step.
+
+        Args:
+            window: Sliding window of the layer, or ``None``.
+        """
+        if window not in self._paged:
+            count, rows = self._num_decoding, self.num_decode
+            self._paged[window] = paged_keys(
+                self._requests[:count],
+                self._table_rows[:count],
+                self._table,
+                self._positions[:rows],
+                self._view,
+                window,
+            )
+        return self._paged[window]

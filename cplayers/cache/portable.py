@@ -36,7 +36,7 @@ class PortableCache:
     view_of_rank: RankView
     pool: BlockPool
     _sequences: SequenceTable
-    _storage: Storage
+    storage: Storage
     _pending: object | None
 
     def export_blocks(self, seq: Hashable, *, first_head: int = 0) -> BlockShard:
@@ -160,7 +160,7 @@ class PortableCache:
         )
         for layer in range(self.num_layers):
             at = 0
-            for plane in self._storage.view(layer, 0, self._storage.num_slots):
+            for plane in self.storage.view(layer, 0, self.storage.num_slots):
                 features = plane.shape[1] * plane.shape[2]
                 rows[:, layer, at : at + features] = plane[slots].flatten(1)
                 at += features
@@ -194,7 +194,7 @@ class PortableCache:
                 at += plane.heads * plane.dim
             for layer in range(self.num_layers):
                 given = tuple(plane[:, layer] for plane in planes)
-                self._storage.write(layer, writes, given)
+                self.storage.write(layer, writes, given)
         self.pool.apply(landing.trial)
         for arrival in landing.arrivals:
             self._sequences.settle(arrival.seq, arrival.state)

@@ -12,7 +12,7 @@ this rank owns (`Prefill.reads`), the new ones among them, which are sent to the
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from cplayers.cache.context import Context
-from cplayers.cache.reads import Read, Shard, build_reads
+from cplayers.cache.reads import Read, Shard, build_reads, paged_keys
 from cplayers.cache.tables import Request
 from cplayers.cache.view import RankView, Writes
 from cplayers.cache.zigzag import PackedZigzag
+from cplayers.ops import PagedKeys
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,20 @@ class Choice(NamedTuple):
         return "\n".join([f"{self.strategy}: {what}; {self.why}", *costs])
 
 
+class Chunks(NamedTuple):
+    """The requests of a prefill.
+
+    Attributes:
+        requests: In the order of their rows.
+        table_rows: Row of each in ``table``.
+        table: Block tables, as `cplayers.cache.table_store` has them.
+    """
+
+    requests: tuple[Request, ...]
+    table_rows: list[int]
+    table: Tensor
+
+
 @dataclass(frozen=True)
 class Prefill:
     """New tokens of the requests that do not decode; see the module's text.
@@ -88,11 +103,12 @@ class Prefill:
     choices: dict[Hashable, Choice] = field(repr=False)
     _zigzag: PackedZigzag = field(repr=False)
     _view: RankView = field(repr=False)
-    _requests: tuple[Request, ...] = field(repr=False)
+    _chunks: Chunks = field(repr=False)
     _positions: Tensor = field(repr=False)  # of the packed tokens, on the host, as _slots
     _slots: Tensor = field(repr=False)
     _shards: dict[int | None, tuple[Shard, ...]] = field(repr=False, default_factory=dict)
     _reads: dict[int | None, tuple[Read, ...]] = field(repr=False, default_factory=dict)
+    _paged: dict[int | None, PagedKeys] = field(repr=False, default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -129,9 +145,19 @@ class Prefill:
         New keys are expected in the cache of their owners.
         """
         if window not in self._reads:
-            reads = build_reads(self._requests, self._positions, self._view, window)
+            reads = build_reads(self._chunks.requests, self._positions, self._view, window)
             self._reads[window] = tuple(reads)
         return self._reads[window]
+
+    def paged(self, window: int | None = None) -> PagedKeys:
+        """The same for a kernel that looks up block tables.
+
+        Args:
+            window: Sliding window of the layer, or ``None``.
+        """
+        if window not in self._paged:
+            self._paged[window] = paged_keys(*self._chunks, self._positions, self._view, window)
+        return self._paged[window]
 
     @cached_property
     def place(self) -> Tensor:
@@ -173,7 +199,7 @@ def build_prefill(
     zigzag: PackedZigzag,
     context: Context,
     view: RankView,
-    requests: Sequence[Request],
+    chunks: Chunks,
     positions: Tensor,
     slots: Tensor,
 ) -> Prefill:
@@ -181,12 +207,10 @@ def build_prefill(
 
     Args:
         zigzag: The split.
-        context: The cached tokens of ``requests``.
+        context: The cached tokens of its requests.
         view: This rank.
-        requests: Those that do not decode.
+        chunks: The requests that do not decode.
         positions: Of their packed tokens, `[F]`.
         slots: Of the same in this rank's cache, -1 where another rank owns one.
     """
-    return Prefill(
-        zigzag.counts, zigzag.width, context, {}, zigzag, view, tuple(requests), positions, slots
-    )
+    return Prefill(zigzag.counts, zigzag.width, context, {}, zigzag, view, chunks, positions, slots)

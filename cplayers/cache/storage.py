@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cplayers.cache.huge_pages import advise
+from cplayers.cache.reads import Read
 from cplayers.cache.spec import CacheSpec
 from cplayers.cache.view import Writes
 
@@ -39,10 +41,13 @@ class Storage:
     def _layer(self, num_slots: int) -> list[Tensor]:
         # outside inference mode, so that both later modes may write in place
         with torch.inference_mode(False):
-            return [
+            stores = [
                 torch.zeros(plane.heads, num_slots, plane.dim, dtype=self.dtype, device=self.device)
                 for plane in self.spec.planes
             ]
+        for store in stores:
+            advise(store)
+        return stores
 
     def write(self, layer: int, writes: Writes, planes: tuple[Tensor, ...]) -> None:
         """Copy rows `[T, heads, dim]` of each plane to their slots."""
@@ -57,6 +62,27 @@ class Storage:
     def view(self, layer: int, slot: int, length: int) -> list[Tensor]:
         """``length`` slots from ``slot`` on, in place, one `[length, heads, dim]` per plane."""
         return [store[:, slot : slot + length].transpose(0, 1) for store in self._layers[layer]]
+
+    def read(self, layer: int, read: Read, block_size: int) -> list[Tensor]:
+        """The keys of a read, `[length, heads, dim]` a plane: in place, or copied from its blocks.
+
+        Args:
+            layer: Layer index.
+            read: One of ``plan.reads`` or ``plan.prefill.reads``.
+            block_size: Slots per block.
+        """
+        if read.blocks is None:
+            return self.view(layer, read.slot, read.length)
+        planes = []
+        for store in self._layers[layer]:
+            heads, _, dim = store.shape
+            rows = store.view(heads, -1, block_size * dim).index_select(1, read.blocks)
+            planes.append(rows.view(heads, -1, dim)[:, : read.length].transpose(0, 1))
+        return planes
+
+    def stores(self, layer: int) -> list[Tensor]:
+        """All slots of a layer, in place, one `[heads, slots, dim]` per plane."""
+        return self._layers[layer]
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy ``length`` slots in every layer."""

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from cplayers.ops.attend import attend, available_backends, require_backend, select
+from cplayers.ops.attend import (
+    attend,
+    attend_paged,
+    available_backends,
+    require_backend,
+    select,
+    select_paged,
+)
+from cplayers.ops.backends import PagedKeys
 from cplayers.ops.partial import (
     Partial,
     add_sink,
@@ -18,12 +26,14 @@ from cplayers.ops.rope import apply_rope, yarn_mscale
 from cplayers.ops.spans import Spans, Tile, spans, tile_rows
 
 __all__ = [
+    "PagedKeys",
     "Partial",
     "Spans",
     "Tile",
     "add_sink",
     "apply_rope",
     "attend",
+    "attend_paged",
     "attention_reference",
     "available_backends",
     "empty",
@@ -33,6 +43,7 @@ __all__ = [
     "require_backend",
     "scale_weights",
     "select",
+    "select_paged",
     "spans",
     "tile_rows",
     "weigh",

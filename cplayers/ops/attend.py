@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from cplayers.errors import ConfigError
-from cplayers.ops.backends import BACKENDS, PREFERENCE
+from cplayers.ops.backends import BACKENDS, PAGED, PREFERENCE, Backend, PagedKeys
 from cplayers.ops.partial import Partial
 from cplayers.ops.spans import Tile
 
@@ -58,6 +58,63 @@ def attend(
     else:
         require_fit(backend, q, k, v, softcap)
     return BACKENDS[backend].run(q, k, v, lo, hi, scale=scale, softcap=softcap, tiles=tiles)
+
+
+def attend_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    keys: PagedKeys,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    backend: str = "auto",
+) -> Partial | None:
+    """The same on keys where a paged cache has them, in one call, if a backend can.
+
+    Args:
+        q: `[T, N, H]`.
+        k_cache: `[K, slots, H]`.
+        v_cache: `[K, slots, V]`.
+        keys: What each row sees, and where. Not checked by value.
+        scale: Factor of q . k.
+        softcap: Soft cap on the logits, or ``None``.
+        backend: As for `attend`.
+
+    Returns:
+        As `attend`, or ``None``: the backend is called with keys, run by run.
+    """
+    paged = select_paged(q, k_cache, v_cache, keys.most_rows, softcap, backend)
+    if paged is None or paged.paged is None:
+        return None
+    return paged.paged(q, k_cache, v_cache, keys, scale=scale, softcap=softcap)
+
+
+def select_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    most_rows: int,
+    softcap: float | None = None,
+    backend: str = "auto",
+) -> Backend | None:
+    """The backend that `attend_paged` takes, or ``None``.
+
+    Args:
+        q: `[T, N, H]`.
+        k_cache: `[K, slots, H]`.
+        v_cache: `[K, slots, V]`.
+        most_rows: Most rows of a request.
+        softcap: Soft cap on the logits, or ``None``.
+        backend: As for `attend`.
+    """
+    for candidate in PAGED:
+        wanted = backend == candidate.name or (
+            backend == "auto" and candidate.pays(most_rows, q.shape[1], len(k_cache))
+        )
+        if wanted and candidate.refuse(q, k_cache, v_cache, softcap) is None:
+            return candidate
+    return None
 
 
 def select(q: Tensor, k: Tensor, v: Tensor, softcap: float | None = None) -> str:

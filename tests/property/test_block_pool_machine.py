@@ -290,7 +290,9 @@ class CacheMachine(RuleBasedStateMachine):
         for cache, plan in zip(self.caches, plans, strict=True):
             seen: list[list[int]] = [[] for _ in wanted]
             for read in self.reads(plan, decoding, window):
-                keys, values = (p.flatten() for p in cache.view(0, read.slot, read.length))
+                keys, values = (
+                    p.flatten() for p in cache.storage.read(0, read, cache.layout.block_size)
+                )
                 assert keys.equal(-values)
                 for i, (lo, hi) in enumerate(zip(read.lo.tolist(), read.hi.tolist(), strict=True)):
                     seen[read.row0 + i] += keys[lo:hi].tolist()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hypothesis import example, given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cplayers.cache import GQASpec, InterleavedLayout, PagedKVCache, StepPlan
-from cplayers.ops import Tile
+from cplayers.ops import PagedKeys, Tile
 
 SMALL = st.integers(1, 5)
 
@@ -269,7 +271,8 @@ def test_reads_are_the_causal_keys_in_any_block_table(step: Step, window: int | 
                 assert int(read.hi.max()) <= read.length
                 spans = spans_of(read.tiles, read.lo, read.hi)
                 for i, (lo, hi) in enumerate(zip(read.lo.tolist(), read.hi.tolist(), strict=True)):
-                    slots = range(read.slot, read.slot + read.length)
+                    slots = read.slots(cache.layout.block_size).tolist()
+                    assert len(slots) == read.length and slots[0] == read.slot
                     assert slots[lo:hi] == slots[spans[i][0] : spans[i][1]]
                     seen[read.row0 + i] += slots[lo:hi]
             for (seq, position), found in zip(queries, seen, strict=True):
@@ -278,6 +281,9 @@ def test_reads_are_the_causal_keys_in_any_block_table(step: Step, window: int | 
                 slots = [step.slot(table, p, cp) for p in range(first, position + 1)]
                 assert found == [slot for slot in slots if slot is not None]
         assert plan.reads(window) is plan.reads(window)
+        check_paged(step, cache, rows[: plan.num_decode], cp, plan.paged(window), window)
+        if plan.prefill is not None:
+            check_paged(step, cache, chunks, cp, plan.prefill.paged(window), window)
         for i, (seq, position) in enumerate(rows):
             table = cache.block_table(seq)
             slots = [step.slot(table, p, cp) for p in range(position + 1)]
@@ -285,6 +291,28 @@ def test_reads_are_the_causal_keys_in_any_block_table(step: Step, window: int | 
             assert (int(plan.spans.lo[i]), int(plan.spans.hi[i])) == (0, len(own))
 
 
+def check_paged(
+    step: Step,
+    cache: PagedKVCache,
+    queries: Sequence[tuple[int, int]],
+    cp: int,
+    keys: PagedKeys,
+    window: int | None,
+) -> None:
+    """Block table, request, lo and hi lead to the causal keys that this rank owns."""
+    for i, (seq, position) in enumerate(queries):
+        table = cache.block_table(seq)
+        first = 0 if window is None else max(0, position - window + 1)
+        wanted = [step.slot(table, p, cp) for p in range(first, position + 1)]
+        blocks, size = keys.block_table[keys.request[i]].tolist(), keys.block_size
+        spans = range(int(keys.lo[i]), int(keys.hi[i]))
+        found = [blocks[key // size] * size + key % size for key in spans]
+        assert found == [slot for slot in wanted if slot is not None]
+    counts = Counter(seq for seq, _ in queries)
+    assert keys.most_rows == max(counts.values(), default=0)
+
+
 def test_the_example_is_scattered_indeed() -> None:
     cache = SCATTERED.caches()[0][0]
-    assert len(cache.plan([(0, 1)]).reads()) > 5
+    (read,) = cache.plan([(0, 1)]).reads()
+    assert read.blocks is not None and int((read.blocks.diff() != 1).sum()) > 5

@@ -26,13 +26,13 @@ PUBLIC = {
         RankFailedError StateError TPAQProj Topology TransferError ZigzagLayout
     """,
     "cplayers.mesh": """
-        AXES CPMesh Coords Ring Topology TrafficLog TrafficRecord exchange legal_dcp mesh_over
-        regroup validate
+        AXES CPMesh Coords Ring Topology TrafficLog TrafficRecord exchange gather_bytes
+        legal_dcp mesh_over regroup validate
     """,
     "cplayers.ops": """
-        Partial Spans Tile add_sink apply_rope attend attention_reference available_backends
-        empty merge merge_stacked merge_stream require_backend scale_weights select spans
-        tile_rows weigh yarn_mscale
+        PagedKeys Partial Spans Tile add_sink apply_rope attend attend_paged attention_reference
+        available_backends empty merge merge_stacked merge_stream require_backend scale_weights
+        select select_paged spans tile_rows weigh yarn_mscale
     """,
     "cplayers.cache": """
         BlockPool BlockShard CacheConfig CacheSpec GQASpec Holding InterleavedLayout Landing

@@ -30,6 +30,43 @@ class Run(Protocol):
         ...
 
 
+class PagedKeys(NamedTuple):
+    """Which keys of a paged cache each of T query rows sees.
+
+    Attributes:
+        block_table: Block ids, int32 `[S, B]`: key s of a request is in block ``s // Z``.
+        block_size: Slots per block (Z).
+        request: Row of the table of each query row, int64 `[T]`; rows of a request are together.
+        lo: First key that each row sees, counted in its request, int64 `[T]`.
+        hi: One past the last, int64 `[T]`.
+        most_rows: Most rows of a request.
+    """
+
+    block_table: Tensor
+    block_size: int
+    request: Tensor
+    lo: Tensor
+    hi: Tensor
+    most_rows: int
+
+
+class RunPaged(Protocol):
+    """The same work on keys `[K, slots, H]` and values `[K, slots, V]` where a cache has them."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        keys: PagedKeys,
+        *,
+        scale: float,
+        softcap: float | None = None,
+    ) -> Partial:
+        """Attend; lse in natural log."""
+        ...
+
+
 class Backend(NamedTuple):
     """One way of computing attention on this device.
 
@@ -37,8 +74,14 @@ class Backend(NamedTuple):
         name: Under which it is asked for and reported.
         run: Does the work.
         refuse: ``refuse(q, k, v, softcap)`` says why the backend cannot do it, or ``None``.
+        paged: Does the work of a whole step on a paged cache in one call; ``None``: it cannot, and
+            is called for each run of consecutive blocks.
+        pays: ``pays(most_rows, N, K)`` says whether ``paged`` is the fastest for requests of up to
+            so many rows; only ``"auto"`` asks.
     """
 
     name: str
     run: Run
     refuse: Callable[[Tensor, Tensor, Tensor, float | None], str | None]
+    paged: RunPaged | None = None
+    pays: Callable[[int, int, int], bool] = lambda most_rows, num_heads, num_kv_heads: True

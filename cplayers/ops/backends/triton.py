@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cplayers.ops.backends.base import Backend
+from cplayers.ops.backends.base import Backend, PagedKeys
 from cplayers.ops.partial import Partial
 from cplayers.ops.spans import Tile
 
@@ -43,6 +43,31 @@ def _run(
     return span_attention(q, k, v, lo.contiguous(), hi.contiguous(), scale=scale, softcap=softcap)
 
 
+def _run_paged(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    keys: PagedKeys,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Partial:
+    from cplayers.ops.kernels import span_attention
+
+    return span_attention(
+        q,
+        k_cache,
+        v_cache,
+        keys.lo,
+        keys.hi,
+        scale=scale,
+        softcap=softcap,
+        block_table=keys.block_table,
+        block_size=keys.block_size,
+        request=keys.request,
+    )
+
+
 def refuse(q: Tensor, k: Tensor, v: Tensor, softcap: float | None) -> str | None:
     """Why the kernel cannot do this, or ``None``."""
     if q.device.type != "cuda":
@@ -64,4 +89,4 @@ def refuse(q: Tensor, k: Tensor, v: Tensor, softcap: float | None) -> str | None
     return None
 
 
-TRITON = Backend("triton", _run, refuse)
+TRITON = Backend("triton", _run, refuse, _run_paged)
