@@ -53,7 +53,7 @@ def advise(
         tpot_s: Predicted time per output token that it may have at most, or ``None``.
 
     Returns:
-        The candidates, the fastest that fit first, and the advice.
+        The candidates, as `cplayers.planning.candidates` sorts them, and the advice.
 
     Raises:
         ConfigError: As `cplayers.planning.candidates` does.
@@ -162,7 +162,7 @@ def _nothing_fits(
             f"No layout of {gpus} cards is valid: tp divides the {shape.num_heads} heads, and "
             "dp * pcp * tp is the number of cards."
         ]
-    least = min(found, key=lambda c: c.budget.used)
+    least = found[0]
     reasons = [
         f"Nothing fits: {describe(least)} needs least, {gb(least.budget.used)} a card of which "
         f"{gb(least.budget.capacity)} may be used ({gb(least.budget.weights)} of weights, "

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from cplayers.attention.combine import require_combine
 from cplayers.cache import CacheConfig
 from cplayers.errors import ConfigError
 from cplayers.mesh import Topology, legal_dcp
@@ -156,7 +157,7 @@ class Candidate:
 def candidates(
     shape: ModelShape, hardware: Hardware, gpus: int, load: Load, choices: Choices | None = None
 ) -> list[Candidate]:
-    """All valid layouts of ``gpus`` cards, the fastest that fit first.
+    """All valid layouts of the cards: the fastest that fit first, then those that miss by least.
 
     Args:
         shape: The model.
@@ -166,8 +167,8 @@ def candidates(
         choices: How the model runs.
 
     Raises:
-        ConfigError: If no tp of these cards divides the model's heads, on an unknown precision, or
-            on a number of cards or a utilization that makes no sense.
+        ConfigError: On an unknown precision or way of combining, or on a number of cards or a
+            utilization that makes no sense.
     """
     choices = choices or Choices()
     if not isinstance(gpus, int) or gpus < 1:
@@ -179,11 +180,14 @@ def candidates(
             "pass a number above 0 and up to 1",
         )
     require_precision(choices.precision or shape.precision)
+    require_combine(choices.combine)
     found = [
         _evaluate(shape, hardware, topology, replicate_q, load, choices)
         for topology, replicate_q in layouts(shape, gpus)
     ]
-    return sorted(found, key=lambda c: (not c.fits, c.total, c.degrees))
+    return sorted(
+        found, key=lambda c: (not c.fits, c.total if c.fits else c.budget.used, c.degrees)
+    )
 
 
 def layouts(shape: ModelShape, gpus: int) -> Iterator[tuple[Topology, bool]]:

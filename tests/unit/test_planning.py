@@ -1,4 +1,4 @@
-"""The planner's formulas: published figures, other people's counts, and choices with their reasons."""
+"""The planner: published figures, counts of other people, choices and their reasons."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ PUBLIC = {
     """,
     "cplayers.mesh": """
         AXES CPMesh Coords Ring Topology TrafficLog TrafficRecord exchange gather_bytes
-        legal_dcp mesh_over regroup validate
+        legal_dcp meshes_over regroup validate
     """,
     "cplayers.ops": """
         PagedKeys Partial Spans Tile add_sink apply_rope attend attend_paged attention_reference
@@ -46,6 +46,7 @@ PUBLIC = {
         take_rows visit
     """,
     "cplayers.hf": "CPCache CPState ContextParallelModel parallelize",
+    "cplayers.cli": "",
     "cplayers.conf": "CacheConf GQAConf MLAConf PrefillConf TopologyConf register_configs",
     "cplayers.testing": "BackendError RankPool RankPoolError check_backend",
     "cplayers.planning": """

@@ -1,0 +1,3 @@
+"""The ``cplayers`` command: `cplayers.cli.main.main`."""
+
+__all__: list[str] = []

@@ -1,0 +1,201 @@
+"""Arguments of the form ``key=value``, and flags."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from cplayers.errors import ConfigError
+
+_SIZES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_TIMES = {"ms": 1e-3, "us": 1e-6, "s": 1.0}
+REQUIRED = object()
+
+
+class Option(NamedTuple):
+    """One argument.
+
+    Attributes:
+        parse: Text to its value; raises ConfigError.
+        default: Where it is not given; ``REQUIRED`` if it must be.
+        text: What it is, for the help.
+    """
+
+    parse: Callable[[str, str], Any]
+    default: Any
+    text: str
+
+
+class Flag(NamedTuple):
+    """An argument that begins with ``--``.
+
+    Attributes:
+        text: What it does.
+        value: What follows it, e.g. ``PATH``; empty for a flag that is on or off.
+    """
+
+    text: str
+    value: str = ""
+
+
+def parse(
+    words: Sequence[str], options: Mapping[str, Option], flags: Mapping[str, Flag]
+) -> dict[str, Any]:
+    """Values by name, those of flags without the dashes.
+
+    Args:
+        words: Arguments of a command.
+        options: By key.
+        flags: By name without dashes.
+
+    Raises:
+        ConfigError: On what is unknown, missing, given twice or cannot be read.
+    """
+    given: dict[str, Any] = {}
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        name, equals, text = word.partition("=")
+        if word.startswith("--"):
+            name = name.removeprefix("--")
+            flag = flags.get(name)
+            if flag is None:
+                raise _unknown(f"--{name}", [f"--{known}" for known in flags])
+            if not flag.value and equals:
+                raise ConfigError(word, f"--{name} takes no value", f"pass --{name} alone")
+            if flag.value and not equals:
+                if not rest:
+                    raise ConfigError(
+                        f"--{name}", "it wants a value", f"pass --{name} {flag.value}"
+                    )
+                text = rest.pop(0)
+            value: Any = text if flag.value else True
+        else:
+            if name not in options:
+                raise _unknown(word if not equals else name, list(options))
+            if not equals or not text:
+                raise ConfigError(word, "arguments are key=value", f"pass {name}=...")
+            value = options[name].parse(name, text)
+        if name in given:
+            raise ConfigError(f"{name} given twice", "an argument is given once", "leave one out")
+        given[name] = value
+    for name, option in options.items():
+        if option.default is REQUIRED and name not in given:
+            raise ConfigError(f"no {name}", f"{name} is needed", f"pass {name}=...: {option.text}")
+    defaults = {name: option.default for name, option in options.items()}
+    switched_off = {name: None if flag.value else False for name, flag in flags.items()}
+    return {**defaults, **switched_off, **given}
+
+
+def _unknown(word: str, known: Sequence[str]) -> ConfigError:
+    close = difflib.get_close_matches(word, known, n=1)
+    remedy = f"write {close[0]}" if close else f"use one of {', '.join(known)}"
+    return ConfigError(word, "not an argument of this command", remedy)
+
+
+def count(name: str, text: str) -> int:
+    """A number of at least 1: 4, 1_000, 128K, 1M. K, M and G are powers of 1,024.
+
+    Args:
+        name: Of the argument.
+        text: What was given.
+    """
+    digits, unit = text, 1
+    if text[-1].upper() in _SIZES:
+        digits, unit = text[:-1], _SIZES[text[-1].upper()]
+    digits = digits.replace("_", "").replace(",", "")
+    if not digits.isdecimal() or int(digits) < 1:
+        raise ConfigError(
+            f"{name}={text}", f"{name} is a whole number of at least 1", f"write {name}=8 or 128K"
+        )
+    return int(digits) * unit
+
+
+def duration(name: str, text: str) -> float:
+    """Seconds: 2s, 500ms, 20us.
+
+    Args:
+        name: Of the argument.
+        text: What was given.
+    """
+    for suffix, unit in _TIMES.items():
+        if text.endswith(suffix):
+            seconds = _float(text.removesuffix(suffix))
+            if seconds is not None and seconds > 0:
+                return seconds * unit
+    raise ConfigError(
+        f"{name}={text}", f"{name} is a time above 0 with its unit", f"write {name}=2s or 500ms"
+    )
+
+
+def fraction(name: str, text: str) -> float:
+    """A number above 0 and up to 1.
+
+    Args:
+        name: Of the argument.
+        text: What was given.
+    """
+    number = _float(text)
+    if number is None or not 0 < number <= 1:
+        raise ConfigError(
+            f"{name}={text}", f"{name} is a number above 0 and up to 1", f"write {name}=0.9"
+        )
+    return number
+
+
+def word(name: str, text: str) -> str:
+    """Any text.
+
+    Args:
+        name: Of the argument.
+        text: What was given.
+    """
+    return text
+
+
+def one_of(*choices: str) -> Callable[[str, str], str]:
+    """One of some words.
+
+    Args:
+        *choices: The words.
+    """
+
+    def parse_choice(name: str, text: str) -> str:
+        if text not in choices:
+            raise ConfigError(
+                f"{name}={text}",
+                f"{name} is one of {', '.join(choices)}",
+                f"pass {name}={choices[0]}",
+            )
+        return text
+
+    return parse_choice
+
+
+def _float(text: str) -> float | None:
+    try:
+        return float(text)
+    except ValueError:
+        return None
+
+
+def describe(options: Mapping[str, Option], flags: Mapping[str, Flag]) -> str:
+    """The arguments of a command for its help.
+
+    Args:
+        options: By key.
+        flags: By name.
+    """
+    lines = ["Arguments:"]
+    for name, option in options.items():
+        default = ""
+        if option.default not in (REQUIRED, None):
+            default = f" [{option.default}]"
+        elif option.default is REQUIRED:
+            default = " (needed)"
+        lines.append(f"  {name + '=':20}{option.text}{default}")
+    lines += ["", "Flags:"]
+    for name, flag in flags.items():
+        lines.append(f"  {f'--{name} {flag.value}'.rstrip():20}{flag.text}")
+    return "\n".join(lines)

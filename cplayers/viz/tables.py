@@ -1,0 +1,39 @@
+"""Tables in the terminal."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+
+def show_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    *,
+    bold: Collection[int] = (),
+    dim: Collection[int] = (),
+    left: Collection[str] = (),
+) -> None:
+    """Print a table; as wide as its content where the output is not a terminal.
+
+    Args:
+        title: Above it.
+        columns: Heads of the columns.
+        rows: Cells, as text.
+        bold: Rows to stress.
+        dim: Rows to play down.
+        left: Columns to align to the left; the others are numbers.
+    """
+    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console.print(title, style="bold", markup=False)  # as its title it would be cut to its width
+    table = Table()
+    for column in columns:
+        table.add_column(column, justify="left" if column in left else "right", overflow="fold")
+    for index, row in enumerate(rows):
+        style = "bold green" if index in bold else "dim" if index in dim else None
+        table.add_row(*(str(cell) for cell in row), style=style)
+    console.print(table)

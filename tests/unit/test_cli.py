@@ -1,0 +1,267 @@
+"""The ``cplayers`` command: what it prints, what it refuses, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cplayers import ConfigError, InterleavedLayout, ZigzagLayout
+from cplayers.cli import verify
+from cplayers.cli.arguments import count, duration, fraction, parse
+from cplayers.cli.main import COMMANDS, main
+from cplayers.cli.verify import largest_error
+from cplayers.planning.placement import runs, shares
+
+PLAN = ["plan", "model=deepseek-v3", "hardware=h200", "gpus=8", "context=1M", "concurrency=4"]
+PNG_HEADER = b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Any:
+    """Run the command: exit code, output and errors."""
+
+    def run(*words: str) -> tuple[int, str, str]:
+        code = main(words)
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_help_has_examples_that_are_understood(command: Any) -> None:
+    code, text, _ = command("--help")
+    assert code == 0
+    assert all(f"  {name}" in text for name in COMMANDS)
+    assert command()[0] == 2
+    for name in COMMANDS:
+        code, own, errors = command(name, "--help")
+        assert code == 0 and errors == ""
+        examples = [line.strip() for line in own.splitlines() if f"  cplayers {name} " in line]
+        assert examples, name
+        own_command = import_module(f"cplayers.cli.{name}").COMMAND
+        for line in examples:
+            parse(line.split()[2:], own_command.options, own_command.flags)
+
+
+def test_help_comes_without_torch() -> None:
+    probe = (
+        "import sys; from cplayers.cli.main import main; code = main(['plan', '--help']);"
+        "assert 'torch' not in sys.modules; assert main(['plan', 'gpus=0']) == 2;"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_plan_of_the_readme(command: Any, tmp_path: Path) -> None:
+    picture = tmp_path / "plan.png"
+    code, text, errors = command(*PLAN, "--png", str(picture))
+    assert (code, errors) == (0, "")
+    assert "Run tp=8, dcp=8, pcp=1." in text
+    assert "Predicted, not measured" in text and "TTFT*" in text
+    assert "One sequence outgrows a card" in text and "73.7 GB" in text
+    assert picture.read_bytes().startswith(PNG_HEADER)
+
+
+def test_the_plan_as_json(command: Any) -> None:
+    code, text, _ = command(*PLAN, "--json", "weights=bf16")
+    data = json.loads(text)
+    assert code == 1  # 671 billion weights of two bytes do not fit on 8 cards
+    assert data["recommended"] is None and data["reasons"][0].startswith("Nothing fits")
+    assert data["weights"] == "bf16"
+    assert data["load"] == {"context": 1 << 20, "concurrency": 4, "output": 1024, "chunk": 8192}
+    layouts = {(d["tp"], d["dcp"], d["pcp"], d["dp"], d["q_proj"]): d for d in data["layouts"]}
+    assert len(layouts) == len(data["layouts"]) > 20
+    assert layouts[8, 8, 1, 1, "gather"]["kv_bytes_per_sequence"] == 9_210_691_584
+    assert layouts[8, 1, 1, 1, "gather"]["kv_bytes_per_sequence"] == 73_685_532_672
+    assert all(d["predicted"]["ttft_s"] > 0 for d in data["layouts"])
+    assert data["hardware"]["source"]
+
+
+def test_assumptions_can_be_set(command: Any) -> None:
+    def tpot(*words: str) -> float:
+        data = json.loads(command(*PLAN, "--json", *words)[1])
+        assert data["recommended"] is not None
+        return float(data["recommended"]["predicted"]["tpot_s"])
+
+    assert tpot("memory=0.4", "compute=0.25") == pytest.approx(2 * tpot(), rel=0.2)
+    assert tpot("latency=1ms") > 10 * tpot()
+
+
+def test_explain(command: Any, tmp_path: Path) -> None:
+    picture = tmp_path / "placement.png"
+    words = ("explain", "tokens=22", "pcp=4", "dcp=4", "interleave=2", "block=4")
+    code, text, errors = command(*words, "--png", str(picture))
+    assert (code, errors) == (0, "")
+    assert "Tokens by rank: 6, 6, 6, 4." in text and "29.6%" in text
+    assert picture.read_bytes().startswith(PNG_HEADER)
+    data = json.loads(command(*words, "--json")[1])
+    assert data["groups"]["dcp"] == [[0, 1, 2, 3]]
+    assert data["cache"][4] == {"first": 8, "last": 9, "rank": 0, "block": 0, "slot": 2}
+    assert [share["work"] for share in data["prompt"]] == [28, 75, 75, 75]
+
+
+@given(
+    ranks=st.integers(1, 5),
+    interleave=st.integers(1, 7),
+    block=st.integers(1, 6),
+    length=st.integers(1, 120),
+)
+def test_every_token_is_explained_once_where_it_lives(
+    ranks: int, interleave: int, block: int, length: int
+) -> None:
+    found = runs(InterleavedLayout(ranks, interleave, block), length)
+    held = [0] * ranks
+    expected = []
+    for pos in range(length):  # token by token, from the definition
+        rank = (pos // interleave) % ranks
+        expected.append((pos, rank, held[rank] // block, held[rank] % block))
+        held[rank] += 1
+    assert expected == [
+        (pos, run.rank, run.block, run.slot + pos - run.first)
+        for run in found
+        for pos in range(run.first, run.last + 1)
+    ]
+    split = shares(ZigzagLayout(ranks, length))
+    chunks = [chunk for share in split for chunk in (share.early, share.late) if chunk]
+    assert sorted(pos for a, b in chunks for pos in range(a, b + 1)) == list(range(length))
+    assert sum(share.work for share in split) == length * (length + 1) // 2
+    for share in split:
+        own = [c for c in (share.early, share.late) if c]
+        assert share.tokens == sum(b - a + 1 for a, b in own)
+        assert share.work == sum(pos + 1 for a, b in own for pos in range(a, b + 1))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["plan"], "no model: model is needed. Remedy: pass model="),
+        (["pln"], "command 'pln': commands are plan, explain, verify, calibrate"),
+        (["plan", "gpu=8"], "gpu: not an argument of this command. Remedy: write gpus"),
+        (["plan", "--jsn"], "--jsn: not an argument of this command. Remedy: write --json"),
+        (["plan", "gpus"], "gpus: arguments are key=value. Remedy: pass gpus="),
+        (["plan", "gpus=8", "gpus=9"], "gpus given twice"),
+        (["plan", "gpus=eight"], "gpus=eight: gpus is a whole number of at least 1"),
+        (["plan", "--png"], "--png: it wants a value. Remedy: pass --png PATH"),
+        (["plan", "--json=1"], "--json=1: --json takes no value"),
+        ([*PLAN, "model2=x"], "model2: not an argument of this command. Remedy: write model"),
+        ([*PLAN[:1], "model=gpt9", *PLAN[2:]], "model=gpt9: a model is a preset, or"),
+        ([*PLAN, "weights=int3"], "weights=int3: weights are counted in a known precision"),
+        ([*PLAN, "combine=sum"], "combine='sum': partial outputs are combined in one of"),
+        ([*PLAN, "kv=fp8"], "kv=fp8: kv is one of bf16, fp16, fp32"),
+        ([*PLAN, "--png", "no/where.png"], "--png no/where.png: its folder exists"),
+        (["explain", "tp=4", "dcp=3"], "dcp=3 with tp=4, pcp=1: dcp is 1, or pcp * k"),
+        (["explain", "tokens=49", "--png", "x.png"], "tokens=49 in a picture: at most 48 cells"),
+        (["verify", "tp=2"], "no model and no heads: a layout is right or wrong for a number"),
+        (["verify", "model=llama-3-8b", "heads=4"], "model together with heads or kv_heads"),
+        (["verify", "model=llama-3-70b", "tp=8", "dcp=2"], "or q_proj='tpa'"),
+        (["verify", "heads=128", "tp=128"], "128 ranks: at most 64 processes"),
+        (["verify", "heads=4", "q_proj=no"], "q_proj=no: q_proj is one of gather, tpa"),
+        (["calibrate", "device=cuda"], "device=cuda without torchrun"),
+    ],
+    ids=" ".join,
+)
+def test_mistakes_are_one_line_with_the_remedy(
+    command: Any, words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, _, errors = command(*words)
+    assert code == 2
+    assert message in errors and "Remedy: " in errors
+    assert errors.startswith(f"cplayers {words[0]}: ") and errors.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sizes_and_times() -> None:
+    assert count("x", "1M") == 1_048_576 and count("x", "128k") == 131_072
+    assert count("x", "1_000") == count("x", "1,000") == 1000
+    assert duration("x", "2s") == 2 and duration("x", "500ms") == 0.5
+    assert duration("x", "20us") == pytest.approx(20e-6)
+    assert fraction("x", "0.9") == 0.9
+    for read, texts in (
+        (count, ["0", "-1", "1.5", "M", "1MM"]),
+        (duration, ["2", "s", "0s", "-1ms"]),
+        (fraction, ["0", "1.1", "x", "nan"]),
+    ):
+        for text in texts:
+            with pytest.raises(ConfigError, match=f"x={text}"):
+                read("x", text)
+
+
+def test_verify_runs_the_layout(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ("verify", "heads=4", "kv_heads=2", "pcp=2", "dcp=2", "interleave=3", "block=4")
+    code, text, errors = command(*words)
+    assert (code, errors) == (0, "")
+    assert "It is right." in text and "a chunk of a prompt, and decode" in text
+    # the same steps, judged by a bound that nothing meets: float32 travels
+    monkeypatch.setattr(verify, "TOLERANCE", 0.0)
+    code, text, _ = command(*words, "--json")
+    data = json.loads(text)
+    assert code == 1 and data["right"] is False
+    assert max(step["largest_error"] for step in data["steps"]) < 1e-6
+    assert all(sum(step["bytes_sent"]) > 0 for step in data["steps"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model=llama-3-70b", "tp=8", "dcp=2", "q_proj=tpa"],
+        ["model=deepseek-v3", "tp=4", "pcp=2", "dcp=4", "combine=ag_rs", "prefill=gather_q"],
+        ["model=deepseek-v3", "tp=4", "dcp=4", "q_proj=tpa"],
+        ["model=gpt-oss-20b", "tp=2", "pcp=2", "dcp=2", "dp=2", "prefill=ring"],
+        ["heads=6", "tp=3", "pcp=2", "dcp=2", "combine=ar", "interleave=5", "block=3"],
+        ["heads=6", "kv_heads=latent", "tp=6", "dcp=6"],
+    ],
+    ids=" ".join,
+)
+def test_verify_runs_all_kinds_of_layouts(command: Any, words: list[str]) -> None:
+    code, text, errors = command("verify", *words)
+    assert (code, errors) == (0, ""), text
+
+
+def test_differences_and_nan_are_found() -> None:
+    import torch
+
+    from cplayers.cli.trial import Step
+
+    exact = torch.tensor([[[1.0, -4.0]]])
+    right, off = Step(exact, 0), Step(exact + torch.tensor([0.0, 1.0]), 0)
+    assert largest_error([right, right], right) == 0
+    assert largest_error([right, off], right) == 0.25
+    assert largest_error([right, Step(exact * float("nan"), 0)], right) == float("inf")
+
+
+def test_calibrate_is_kept_in_a_file(command: Any, tmp_path: Path) -> None:
+    file = tmp_path / "calibration.json"
+    words = ("calibrate", "pcp=2", "dcp=2", f"file={file}")
+    code, text, errors = command(*words)
+    assert (code, errors) == (0, "")
+    assert str(file) in text and "dcp=2 beats dcp=1 when decoding" in text
+    before = file.read_text()
+    started = time.perf_counter()
+    data = json.loads(command(*words, "--json")[1])
+    assert file.read_text() == before, f"measured again, in {time.perf_counter() - started:.1f} s"
+    [kept] = json.loads(before).values()
+    assert {**data["measured"], "links": None} == pytest.approx({**kept, "links": None})
+    assert data["measured"]["axis"] == "dcp"
+    links = data["measured"]["links"]
+    assert {
+        "all_gather",
+        "all_to_all",
+        "reduce_scatter",
+        "all_reduce",
+        "a2a",
+        "ag_rs",
+        "ar",
+    } == set(links)
+    assert all(link["latency_s"] > 0 and link["bandwidth"] > 0 for link in links.values())
+    assert data["predicted"]["crossovers"]["dcp"] > 1
