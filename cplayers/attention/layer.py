@@ -141,7 +141,8 @@ class CachedAttention(nn.Module):
                 "pass cos and sin of plan.positions",
             )
         rows, layer = self._project(x, cos, sin), CachedLayer(cache, plan, self.layer_idx)
-        decode, outs = plan.num_decode, list[Tensor]()
+        decode = plan.num_decode
+        outs: list[Tensor] = []
         if decode:
             outs.append(self._with_sinks(self._decode(rows.part(0, decode), layer)))
         if plan.prefill is not None:

@@ -77,21 +77,12 @@ class PagedKVCache(PortableCache):
     ) -> None:
         require_positive("num_layers", num_layers)
         require_positive("num_blocks", num_blocks)
-        require_positive("pcp_size", pcp_size)
-        for name, rank, size in (
-            ("cp_rank", cp_rank, layout.cp_size),
-            ("pcp_rank", pcp_rank, pcp_size),
-        ):
-            if not 0 <= rank < size:
-                raise ConfigError(
-                    f"{name}={rank}", f"a rank of a group of {size} is 0..{size - 1}", "pass one"
-                )
         self.spec, self.layout, self.dtype = spec, layout, dtype
         self.num_layers = num_layers
         self.view_of_rank = RankView(layout, cp_rank, pcp_rank, pcp_size, torch.device(device))
         self.pool = BlockPool(num_blocks)
         self._sequences = SequenceTable(layout, self.pool)
-        self._tables = TableStore(self.view_of_rank.device)
+        self.tables = TableStore(self.view_of_rank.device)
         self._version = 0
         self._pending: _Pending | None = None
         self.storage = Storage(
@@ -149,7 +140,7 @@ class PagedKVCache(PortableCache):
             ConfigError: If ``seq`` is unknown.
         """
         self._sequences.free(seq)
-        self._tables.drop(seq)
+        self.tables.drop(seq)
         if self._pending is not None and seq in self._pending.plan.seqs:
             self._pending = None
 
@@ -205,7 +196,7 @@ class PagedKVCache(PortableCache):
         """
         draft = self._sequences.draft(requests)
         plan = build_plan(
-            draft.requests, self.view_of_rank, self._tables, self._version + 1, max_decode_tokens
+            draft.requests, self.view_of_rank, self.tables, self._version + 1, max_decode_tokens
         )
         for block in (*draft.overwritten, *draft.trial.taken):
             self.pool.forget(block)
@@ -225,8 +216,17 @@ class PagedKVCache(PortableCache):
         Raises:
             StateError: If the plan is stale or was committed already.
         """
-        self._copy_once(self._require(plan))
+        if not plan.is_static:  # else it was prepared when it was loaded
+            self.prepare(plan)
         self.storage.write(layer, writes, planes)
+
+    def prepare(self, plan: StepPlan) -> None:
+        """Make sure that ``plan`` may be written: it is current, and blocks it writes are its own.
+
+        Raises:
+            StateError: If the plan is stale or was committed already.
+        """
+        self._copy_once(self._require(plan))
 
     def commit(self, plan: StepPlan) -> None:
         """Make the step count: lengths grow, blocks are taken, whole prompt units become reusable.

@@ -56,6 +56,7 @@ class StepPlan:
         prefill_writes: Where each PCP rank's gathered prefill K/V go, one entry per rank.
         version: Number of the plan, counting up in one cache.
         decode_choices: What layers have chosen for the decode rows, where there is a choice.
+        is_static: Whether its tensors are buffers, see `cplayers.cache.static`.
     """
 
     seqs: tuple[Hashable, ...]
@@ -80,6 +81,7 @@ class StepPlan:
     _row_request: Tensor = field(repr=False)  # index into _requests
     _table: Tensor = field(repr=False)
     _table_rows: tuple[int, ...] = field(repr=False)  # of each of _requests
+    is_static: bool = False
     _reads: dict[int | None, tuple[Read, ...]] = field(repr=False, default_factory=dict)
     _paged: dict[int | None, PagedKeys] = field(repr=False, default_factory=dict)
 

@@ -31,7 +31,7 @@ class TableStore:
     def __init__(self, device: torch.device) -> None:
         self.table = torch.zeros(1, 1, dtype=torch.int32, device=device)
         self._rows: dict[Hashable, int] = {}
-        self._free: list[int] = []
+        self._free = [0]
 
     def load(self, requests: Sequence[Request]) -> list[int]:
         """Write what a step changes, and return the row of each request's sequence.
@@ -59,6 +59,11 @@ class TableStore:
             self.table.view(-1)[index] = torch.tensor(ids, dtype=torch.int32, device=device)
         return rows
 
+    def reserve(self, sequences: int, blocks: int) -> None:
+        """Grow to so many rows and columns at once, so that the tensor stays where it is."""
+        height, width = self.table.shape
+        self._resize(max(height, sequences), max(width, blocks))
+
     def drop(self, seq: Hashable) -> None:
         """Forget a sequence; one of the same name begins anew."""
         row = self._rows.pop(seq, None)
@@ -70,13 +75,16 @@ class TableStore:
         height, width = self.table.shape
         fresh = sum(request.seq not in self._rows for request in requests)
         columns = max((request.blocks.size for request in requests), default=0)
-        if fresh <= len(self._free) and columns <= width and height > 1:
+        rows = len(self._rows) + fresh
+        if rows <= height and columns <= width:
             return
-        rows = len(self._rows) + max(fresh, len(self._free))
         if columns > width:
             width = max(columns, 2 * width)
         if rows > height:
             height = max(rows, 2 * height)
+        self._resize(height, width)
+
+    def _resize(self, height: int, width: int) -> None:
         if (height, width) != tuple(self.table.shape):
             table = self.table.new_zeros(height, width)
             table[: self.table.shape[0], : self.table.shape[1]] = self.table

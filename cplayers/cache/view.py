@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cplayers.cache.layouts import InterleavedLayout
+from cplayers.cache.layouts import InterleavedLayout, require_positive
+from cplayers.errors import ConfigError
 from cplayers.ops import Spans, spans
 
 SEGMENTS_MAX = 8
@@ -24,6 +25,17 @@ class RankView:
     pcp_size: int
     device: torch.device
 
+    def __post_init__(self) -> None:
+        require_positive("pcp_size", self.pcp_size)
+        for name, rank, size in (
+            ("cp_rank", self.cp_rank, self.layout.cp_size),
+            ("pcp_rank", self.pcp_rank, self.pcp_size),
+        ):
+            if not 0 <= rank < size:
+                raise ConfigError(
+                    f"{name}={rank}", f"a rank of a group of {size} is 0..{size - 1}", "pass one"
+                )
+
     def spans(self, positions: Tensor, window: int | None) -> Spans:
         """What queries see of the keys that this rank owns of their sequence.
 
@@ -38,10 +50,12 @@ class RankView:
 class Writes:
     """Which K/V rows go to which slots: as consecutive segments, or as index tensors.
 
+    Of ``slots`` without ``rows``, there is one for each row, -1 for those that go nowhere.
+
     Attributes:
         segments: ``(first row, last row + 1, first slot)``.
         rows: Row indices, where there are too many segments; else ``None``.
-        slots: Slot of each of ``rows``.
+        slots: Slot of each of ``rows``, or of each row.
     """
 
     segments: tuple[tuple[int, int, int], ...] = ()

@@ -82,8 +82,9 @@ def attend_paged(
         backend: As for `attend`.
 
     Returns:
-        As `attend`, or ``None``: the backend is called with keys, run by run.
+        As `attend`, without gradient; or ``None``: the backend is called with keys, run by run.
     """
+    q = q.detach()  # as what a cache holds is
     paged = select_paged(q, k_cache, v_cache, keys.most_rows, softcap, backend)
     if paged is None or paged.paged is None:
         return None

@@ -34,13 +34,17 @@ def _rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     dtype = x.dtype
     if dtype not in (torch.float32, torch.float64):  # complex numbers have these two
         x, cos, sin = x.float(), cos.float(), sin.float()
-    turn = torch.complex(cos, sin)[:, None, : dim // 2]
-    # A complex view needs even strides and an even offset, which a slice of a wider projection may
-    # not have; ``contiguous`` keeps a single row where it is.
     pairs = x.contiguous().view(num_tokens, num_heads, dim // 2, 2)
-    if pairs.storage_offset() % 2:
-        pairs = pairs.clone()
-    rotated = torch.view_as_real(torch.view_as_complex(pairs) * turn)
+    cos, sin = cos[:, None, : dim // 2], sin[:, None, : dim // 2]
+    if torch.compiler.is_compiling():  # compilers know neither complex numbers nor offsets
+        a, b = pairs.unbind(-1)
+        rotated = torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1)
+    else:
+        # A complex view needs even strides and an even offset, which a slice of a wider projection
+        # may not have; ``contiguous`` keeps a single row where it is.
+        if pairs.storage_offset() % 2:
+            pairs = pairs.clone()
+        rotated = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin))
     return rotated.view(num_tokens, num_heads, dim).to(dtype)
 
 

@@ -24,8 +24,6 @@ LANES = 16
 DTYPES = (torch.float32, torch.bfloat16)
 """What it reads; it adds up in fp32."""
 
-_ONE_BLOCK = torch.zeros(1, 1, dtype=torch.int32)
-
 
 @cache
 def _function(head_dim: int, value_dim: int, dtype: torch.dtype) -> Any:
@@ -40,7 +38,7 @@ def _function(head_dim: int, value_dim: int, dtype: torch.dtype) -> Any:
     return function
 
 
-@cache
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def unavailable(head_dim: int, value_dim: int, dtype: torch.dtype) -> str | None:
     """Why there is no kernel for these dimensions on this machine, or ``None``.
 
@@ -99,15 +97,34 @@ def span_attention(
         ConfigError: No kernel can be had for these tensors (`unavailable`).
         MemoryError: There is none for the partial results.
     """
-    (num_rows, num_heads, head_dim), (num_kv_heads, num_slots, value_dim) = q.shape, v_cache.shape
+    (num_rows, num_heads, head_dim), (_, num_slots, value_dim) = q.shape, v_cache.shape
     refused = unavailable(head_dim, value_dim, q.dtype)
     if refused is not None:
         raise ConfigError(f"q {list(q.shape)} {q.dtype}", refused, 'use backend="math"')
     if not num_rows or not num_slots:
         return empty(num_rows, num_heads, value_dim, q.dtype, q.device)
-    table = _ONE_BLOCK if block_table is None else block_table
     if request is None:
         request = torch.zeros_like(lo)
+    table, size = block_table, block_size
+    if table is None or size is None:
+        table, size = lo.new_zeros(1, 1, dtype=torch.int32), num_slots
+    # As an operator of torch only where it has to be one: the detour takes longer than the call.
+    run = _operator if torch.compiler.is_compiling() else _call
+    return Partial(*run(q, k_cache, v_cache, table, request, lo, hi, size, scale))
+
+
+def _call(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    request: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    block_size: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    (num_rows, num_heads, head_dim), (num_kv_heads, _, value_dim) = q.shape, v_cache.shape
     out = torch.empty(num_rows, num_heads, value_dim, dtype=q.dtype)
     lse = torch.empty(num_rows, num_heads)
     lo, hi, request = lo.contiguous(), hi.contiguous(), request.contiguous()
@@ -117,7 +134,7 @@ def span_attention(
         num_rows,
         num_heads,
         num_kv_heads,
-        num_slots if block_table is None else block_size,
+        block_size,
         table.stride(0),
         q.stride(0),
         q.stride(1),
@@ -130,4 +147,25 @@ def span_attention(
     )
     if failed:
         raise MemoryError(f"no memory for the partial results of {num_rows} rows")
-    return Partial(out, lse)
+    return out, lse
+
+
+_operator = torch.library.custom_op(
+    "cplayers::span_attention_cpu", _call, mutates_args=(), device_types="cpu"
+)
+
+
+@_operator.register_fake
+def _shapes(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    table: Tensor,
+    request: Tensor,
+    lo: Tensor,
+    hi: Tensor,
+    block_size: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[2])
+    return out, q.new_empty(q.shape[0], q.shape[1], dtype=torch.float32)
