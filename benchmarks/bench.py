@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import Budget, take_turns
-from benchmarks.results import READ, Case
+from benchmarks.results import READ, Case, size_of
 from benchmarks.sites import Site
 from cplayers.testing import RankPool
 
@@ -45,10 +45,15 @@ class Bench:
         sites: Sequence[Site],
         baseline: str,
         notes: dict[str, str] | None = None,
+        *,
+        bar: bool = False,
     ) -> Case:
-        """Compare the answers of all contestants of a size, time them in turns, and drop them."""
+        """Compare the answers of all contestants of a size, time them in turns, and drop them.
+
+        ``bar`` says that a bar is about this size: it is timed for longer.
+        """
         where = {name: site for site in sites for name in site.names}
-        size = ", ".join(f"{value:,} {name}" for name, value in at.items())
+        size = size_of(at)
         try:
             took = self.compare(where, size)
 
@@ -59,7 +64,7 @@ class Bench:
 
             timings = take_turns(
                 {name: partial(site.seconds, name) for name, site in where.items()},
-                self.budget,
+                partial(self.budget.repeats, bar=bar),
                 warm,
                 lambda what: self.tell(f"{size}: {what}"),
             )

@@ -79,7 +79,11 @@ def run(bench: Bench, settings: ChunkPrefill) -> Iterator[Case]:
                 OnRanks(bench.pool, ranks, on_ranks, *size),
                 Here(bench.threads, in_one_process, *size),
             ]
-            yield bench.case({"keys": keys, "ranks": ranks}, sites, ONE)
+            case = bench.case({"keys": keys, "ranks": ranks}, sites, ONE)
+            seen = settings.new * (2 * keys - settings.new + 1) / 2  # by all rows together
+            work = 4 * seen * settings.heads.num * settings.heads.dim
+            case.add_rates(dict.fromkeys(case.timings, work), "FLOP")
+            yield case
 
 
 def bars(cases: Sequence[Case], settings: ChunkPrefill) -> list[Bar]:

@@ -111,7 +111,19 @@ def run(bench: Bench, settings: DCPDecode) -> Iterator[Case]:
         for keys in settings.keys:
             size = keys, settings.hidden_size, heads, settings.block_size, tree
             site = OnRanks(bench.pool, ranks, contestants, *size)
-            yield bench.case({"keys": keys, "ranks": ranks}, [site], READ, notes)
+            bar = keys == settings.bar_keys and ranks == settings.bar_ranks
+            case = bench.case({"keys": keys, "ranks": ranks}, [site], READ, notes, bar=bar)
+            case.add_rates(_bytes(ranks, keys, settings), "B")
+            yield case
+
+
+def _bytes(ranks: int, keys: int, settings: DCPDecode) -> dict[str, float]:
+    """What has to be read, in fp32, by all ranks together."""
+    heads = settings.heads
+    cache = 2 * keys * heads.num_kv * heads.dim * 4
+    weights = ranks * settings.hidden_size * (heads.num + 2 * heads.num_kv) * heads.dim * 4
+    with_weights = dict.fromkeys((LAYER, WEIGHTS), cache + weights)
+    return {**dict.fromkeys((STEP, TREE, TREE_PACKED, READ), cache), **with_weights}
 
 
 def bars(cases: Sequence[Case], settings: DCPDecode) -> list[Bar]:
@@ -126,14 +138,11 @@ def bars(cases: Sequence[Case], settings: DCPDecode) -> list[Bar]:
             case.ratio(LAYER, weights) if case and weights else None,
             1.35,
         ),
-        *(
-            Bar(
-                f"{name}, over cplayers, {size}",
-                case and case.ratio(name, STEP),
-                3.0,
-                at_least=True,
-                why=missing,
-            )
-            for name in (TREE, TREE_PACKED)
+        Bar(
+            f"{TREE}, over cplayers, {size}",
+            case and case.ratio(TREE, STEP),
+            3.0,
+            at_least=True,
+            why=missing,
         ),
     ]

@@ -152,7 +152,7 @@ def models(model: Model, tell: Callable[[str], None]) -> Iterator[Case]:
             name: Timing(streamer.seconds[2:])
             for name, streamer in zip((STOCK, OURS), streamers, strict=True)
         }
-        at = {"layers": model.layers, "hidden": model.hidden_size, "keys": keys}
+        at = {"layers": model.layers, "wide": model.hidden_size, "keys": keys}
         yield Case(at, timings, STOCK)
 
 
@@ -162,16 +162,16 @@ def run(bench: Bench, settings: HostTime) -> Iterator[Case]:
     transformers.logging.set_verbosity_error()
     for keys in settings.keys:
         site = Here(1, layers, keys, settings.tiny)
-        at = {"layers": 1, "hidden": settings.tiny.hidden_size, "keys": keys}
-        yield bench.case(at, [site], STOCK)
+        at = {"layers": 1, "wide": settings.tiny.hidden_size, "keys": keys}
+        yield bench.case(at, [site], STOCK, bar=keys == settings.bar_keys)
     for model in (settings.tiny, settings.model):
         yield from models(model, bench.tell)
 
 
 def bars(cases: Sequence[Case], settings: HostTime) -> list[Bar]:
     def added(layers: int) -> float | None:
-        hidden = settings.tiny.hidden_size
-        case = find(cases, layers=layers, hidden=hidden, keys=settings.bar_keys)
+        wide = settings.tiny.hidden_size
+        case = find(cases, layers=layers, wide=wide, keys=settings.bar_keys)
         if case is None:
             return None
         more = case.timings[OURS].median - case.timings[STOCK].median

@@ -10,15 +10,18 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Budget:
-    """How long each contestant is timed, and how often at least and at most."""
+    """How long each contestant of a size is timed, and how often at least and at most."""
 
     seconds: float
+    bar_seconds: float
+    """Of the sizes that bars are about."""
     min_repeats: int
     max_repeats: int
 
-    def repeats(self, seconds_each: float) -> int:
+    def repeats(self, seconds_each: float, bar: bool) -> int:
         """Repeats of something that takes ``seconds_each``."""
-        fit = int(self.seconds / max(seconds_each, 1e-9))
+        seconds = self.bar_seconds if bar else self.seconds
+        fit = int(seconds / max(seconds_each, 1e-9))
         return max(self.min_repeats, min(self.max_repeats, fit))
 
 
@@ -63,20 +66,20 @@ def schedule(repeats: Mapping[str, int]) -> Iterator[str]:
 
 def take_turns(
     contestants: Mapping[str, Callable[[], float]],
-    budget: Budget,
+    repeats_of: Callable[[float], int],
     warm: Callable[[str], float],
     tell: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Timing]:
     """Times of all contestants, taken in turns.
 
     Each contestant returns the seconds of one call. ``warm`` runs one before and returns its
-    seconds, from which its number of repeats follows; ``tell`` is told what is running.
+    seconds, from which ``repeats_of`` tells how often to time it; ``tell`` is told what is running.
     """
     estimates = {}
     for name in contestants:
         tell(f"{name}, warming up")
         estimates[name] = warm(name)
-    repeats = {name: budget.repeats(seconds) for name, seconds in estimates.items()}
+    repeats = {name: repeats_of(seconds) for name, seconds in estimates.items()}
     timings = {name: Timing() for name in contestants}
     for name in schedule(repeats):
         tell(f"{name}, {len(timings[name].seconds) + 1} of {repeats[name]}")

@@ -53,7 +53,7 @@ def shared(requests: int, keys: int, block_size: int) -> PagedKVCache:
 def run(bench: Bench, settings: Planning) -> Iterator[Case]:
     contexts = tuple(settings.keys)
     site = Here(1, contestants, settings.requests, contexts, settings.block_size)
-    case = bench.case({"requests": settings.requests}, [site], PLAN)
+    case = bench.case({"requests": settings.requests}, [site], PLAN, bar=True)
     for keys in contexts:
         timings: dict[str, Timing] = {
             name: case.timings[f"{name}/{keys}"] for name in (PLAN, READS)

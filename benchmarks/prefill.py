@@ -48,7 +48,7 @@ def on_ranks(
     whole = inputs(tokens, heads)
     q, k, v = (t[plan.tokens] for t in whole)
     scale, found = dim**-0.5, dict[str, Contestant]()
-    for strategy in STRATEGIES:
+    for strategy in STRATEGIES if n > 1 else STRATEGIES[:1]:  # on one rank they are the same
         attention = PCPPrefillAttention(strategy, mesh=mesh)
         call = partial(attention, q, k, v, plan.prefill, scale=scale)
         found[f"{OURS}, {strategy}"] = Contestant(call, lambda partial: partial.out, plan.tokens)
@@ -97,7 +97,10 @@ def run(bench: Bench, settings: Prefill) -> Iterator[Case]:
                 OnRanks(bench.pool, ranks, on_ranks, tokens, heads, lucidrains),
                 Here(bench.threads, in_one_process, tokens, heads),
             ]
-            yield bench.case({"keys": tokens, "ranks": ranks}, sites, ONE, notes)
+            case = bench.case({"keys": tokens, "ranks": ranks}, sites, ONE, notes, bar=bar)
+            work = 2 * tokens * (tokens + 1) * settings.heads.num * settings.heads.dim
+            case.add_rates(dict.fromkeys(case.timings, work), "FLOP")
+            yield case
 
 
 def bars(cases: Sequence[Case], settings: Prefill) -> list[Bar]:

@@ -1,7 +1,7 @@
 """Tables of a run, for a terminal and for docs/performance.md.
 
 python -m benchmarks.report RESULTS.json            prints the tables again
-python -m benchmarks.report RESULTS.json --docs     puts them into docs/performance.md too
+python -m benchmarks.report RESULTS.json --docs     fills docs/performance.md and docs/images too
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from benchmarks.results import Bar, Case, Result, from_json
+from benchmarks.results import Bar, Case, Result, from_json, label_of, panels
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGE = DOCS / "performance.md"
+PAGE, IMAGES = DOCS / "performance.md", DOCS / "images"
 COLOURS = {"pass": "green", "short": "red", "not measured": "yellow"}
 
 
@@ -80,34 +81,54 @@ def bar_row(bar: Bar) -> list[str]:
     ]
 
 
+def short(value: float | None) -> str:
+    """Three digits, and all before the point."""
+    assert value is not None
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def number(value: float | None, unit: str) -> str:
     if value is None:
         return "-"
-    return f"{value:.3g}{'' if unit in ('x', '%') else ' '}{unit}"
+    return f"{short(value)}{'' if unit in ('x', '%') else ' '}{unit}"
 
 
-def markdown(data: dict[str, Any]) -> dict[str, str]:
-    """Blocks for the page, by name."""
+def markdown(data: dict[str, Any], folder: Path) -> dict[str, str]:
+    """Blocks for the page, by name; with the drawings that lie in ``folder``."""
     results = [from_json(result) for result in data["benchmarks"]]
     machine = data["machine"]
     versions = ", ".join(f"{name} {v}" for name, v in machine["versions"].items() if v)
+    bars = [bar_row(bar) for result in results for bar in result.bars]
     blocks = {
-        "machine": f"{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads; "
-        f"Python {machine['python']}, {versions}; {machine['date'][:10]}.",
-        "bars": pipes(
-            ["what", "measured", "bar", ""], [bar_row(b) for r in results for b in r.bars]
-        ),
+        "machine": f"{machine['cpu']}, {machine['cores']} cores; Python {machine['python']}, "
+        f"{versions}; {machine['date'][:10]}.",
+        "bars": pipes(["what", "measured", "bar", ""], bars),
     }
     for result in results:
-        labels = list(dict.fromkeys(label for case in result.cases for label in case.at))
-        lines = [
-            [f"{case.at[label]:,}" if label in case.at else "" for label in labels] + row
-            for case in result.cases
-            for row in rows(case)
-        ]
-        headings = [*labels, "contestant", "ms", "IQR", "n", "ratio", "note"]
-        blocks[result.name] = pipes(headings, lines)
+        parts = [pivot(title, cases) for title, cases in panels(result).items()]
+        if (folder / drawing(result.name)).is_file():
+            parts.append(f"![{result.title}](images/{drawing(result.name)})")
+        blocks[result.name] = "\n\n".join(parts)
     return blocks
+
+
+def drawing(name: str) -> str:
+    """File of a benchmark's drawing, in the documentation."""
+    return f"bench-{name.replace('_', '-')}.png"
+
+
+def pivot(title: str, cases: Sequence[Case]) -> str:
+    """A row for each number of keys, a column for each contestant: ms, and the ratio."""
+    names = list(dict.fromkeys(label_of(name) for case in cases for name in case.shown))
+    lines = []
+    for case in cases:
+        cells = {
+            label_of(name): f"{short(case.timings[name].median * 1e3)} ({short(case.ratio(name))})"
+            for name in case.shown
+        }
+        lines.append([f"{case.at['keys']:,}", *(cells.get(name, "") for name in names)])
+    over = label_of(cases[0].baseline)
+    return f"{title}, ms (ratio over {over}):\n\n" + pipes(["keys", *names], lines)
 
 
 def pipes(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -128,7 +149,9 @@ def fill(page: str, blocks: dict[str, str]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Print the tables of a run of the benchmarks.")
     parser.add_argument("results", type=Path, help="results.json of a run")
-    parser.add_argument("--docs", action="store_true", help="fill docs/performance.md from it")
+    parser.add_argument(
+        "--docs", action="store_true", help="fill docs/performance.md and docs/images from it"
+    )
     arguments = parser.parse_args()
     data = json.loads(arguments.results.read_text())
     results = [from_json(result) for result in data["benchmarks"]]
@@ -137,7 +160,11 @@ def main() -> None:
         console.print(table(result))
     console.print(bar_table([bar for result in results for bar in result.bars]))
     if arguments.docs:
-        PAGE.write_text(fill(PAGE.read_text(), markdown(data)))
+        for result in results:
+            plot = arguments.results.parent / f"{result.name}.png"
+            if plot.is_file():
+                shutil.copy(plot, IMAGES / drawing(result.name))
+        PAGE.write_text(fill(PAGE.read_text(), markdown(data, IMAGES)))
         console.print(f"{PAGE} is filled from {arguments.results}")
 
 

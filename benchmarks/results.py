@@ -12,6 +12,12 @@ READ = "plain read"
 """Groups whose name begins so read bytes and do nothing else; of each group the fastest counts."""
 
 
+def size_of(at: Mapping[str, int]) -> str:
+    """A size in words, such as "1,024 keys, 1 rank"."""
+    words = (f"{n:,} {what.removesuffix('s') if n == 1 else what}" for what, n in at.items())
+    return ", ".join(words)
+
+
 @dataclass
 class Case:
     """Contestants that were timed in turns, on one size.
@@ -36,6 +42,13 @@ class Case:
         """Ratio of medians over the baseline, or over another contestant."""
         mine, other = self.median(name), self.median(self.baseline if over is None else over)
         return None if mine is None or other is None else mine / other
+
+    def add_rates(self, amounts: Mapping[str, float], unit: str) -> None:
+        """Note the rate of contestants whose work is known, by contestant or group."""
+        for name, timing in self.timings.items():
+            amount = amounts.get(name, amounts.get(group_of(name)))
+            if amount is not None:
+                self.notes[name] = f"{amount / timing.median / 1e9:.3g} G{unit}/s"
 
     def fastest(self, group: str) -> str | None:
         """Of the contestants called "group, ...", the one with the least median."""
@@ -85,6 +98,20 @@ class Result:
     cases: list[Case]
     bars: list[Bar]
     seconds: float = 0.0
+
+
+def panels(result: Result) -> dict[str, list[Case]]:
+    """Cases that differ in the number of keys only, by what is alike."""
+    found: dict[str, list[Case]] = {}
+    for case in result.cases:
+        rest = {label: value for label, value in case.at.items() if label != "keys"}
+        found.setdefault(size_of(rest) or "one process", []).append(case)
+    return found
+
+
+def label_of(name: str) -> str:
+    """A contestant in a table or drawing over sizes: which read is fastest differs with them."""
+    return group_of(name) if name.startswith(READ) else name
 
 
 def find(cases: Sequence[Case], **at: int) -> Case | None:

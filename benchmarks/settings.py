@@ -123,7 +123,7 @@ class Settings:
     threads: int = MISSING
     out: str | None = MISSING
     plots: bool = MISSING
-    budget: Budget = field(default_factory=lambda: Budget(MISSING, MISSING, MISSING))
+    budget: Budget = field(default_factory=lambda: Budget(MISSING, MISSING, MISSING, MISSING))
     local_decode: LocalDecode = field(default_factory=LocalDecode)
     dcp_decode: DCPDecode = field(default_factory=DCPDecode)
     prefill: Prefill = field(default_factory=Prefill)

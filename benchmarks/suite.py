@@ -24,7 +24,7 @@ from benchmarks import (
 )
 from benchmarks.bench import Bench
 from benchmarks.report import bar_table, table
-from benchmarks.results import Result, to_json
+from benchmarks.results import Result, size_of, to_json
 from benchmarks.settings import Settings
 from cplayers.errors import ConfigError
 from cplayers.testing import RankPool
@@ -60,6 +60,8 @@ def run_suite(
             f"choose from {', '.join(MODULES)}",
         )
     console = console or Console()
+    if not console.is_terminal:
+        console.width = max(console.width, 120)
     if not peers.has_lucidrains():
         console.print(f"{peers.MISSING}; its rows are left out", style="yellow", markup=False)
     out = None if settings.out is None else Path(settings.out)
@@ -76,7 +78,9 @@ def run_suite(
             console.print(table(result))
             if out is not None:
                 _write(out, about, results, settings.plots)
-    console.print(bar_table([bar for result in results for bar in result.bars]))
+    bars = [bar for result in results for bar in result.bars]
+    if bars:
+        console.print(bar_table(bars))
     if out is not None:
         console.print(f"written to {out / FILE}, in {sum(r.seconds for r in results):.0f} s")
     return results
@@ -98,7 +102,7 @@ def _run(name: str, settings: Settings, pool: RankPool, console: Console, status
     cases = []
     for case in module.run(Bench(pool, settings.budget, settings.threads, tell), section):
         cases.append(case)
-        size = ", ".join(f"{value:,} {label}" for label, value in case.at.items())
+        size = size_of(case.at)
         console.print(f"{name}: {size} done, {time.perf_counter() - start:.0f} s", style="dim")
     bars = module.bars(cases, section)
     return Result(name, module.TITLE, cases, bars, time.perf_counter() - start)

@@ -7,6 +7,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -76,17 +77,17 @@ def test_turns_are_spread_evenly() -> None:
 
 
 def test_repeats_fit_the_budget_within_its_limits() -> None:
-    budget = Budget(seconds=2.0, min_repeats=3, max_repeats=50)
-    assert [budget.repeats(s) for s in (10.0, 0.1, 1e-6)] == [3, 20, 50]
+    budget = Budget(seconds=2.0, bar_seconds=4.0, min_repeats=3, max_repeats=50)
+    assert [budget.repeats(s, bar=False) for s in (10.0, 0.1, 1e-6)] == [3, 20, 50]
+    assert budget.repeats(0.1, bar=True) == 40
     calls = Counter[str]()
 
     def contestant(name: str) -> float:
         calls[name] += 1
         return {"slow": 1.0, "fast": 0.1}[name]
 
-    timings = take_turns(
-        {name: (lambda n=name: contestant(n)) for name in ("slow", "fast")}, budget, contestant
-    )
+    contestants = {name: partial(contestant, name) for name in ("slow", "fast")}
+    timings = take_turns(contestants, partial(budget.repeats, bar=False), contestant)
     assert {name: len(t.seconds) for name, t in timings.items()} == {"slow": 3, "fast": 20}
     assert calls == {"slow": 4, "fast": 21}  # one to warm up
 
@@ -107,7 +108,7 @@ def test_a_wrong_answer_is_not_timed() -> None:
             "wrong": Contestant(lambda: timed.append("wrong"), lambda _: right + 1e-3),
         }
 
-    bench = Bench(pool=None, budget=Budget(0, 1, 1), threads=1, tell=lambda _: None)  # type: ignore[arg-type]
+    bench = Bench(pool=None, budget=Budget(0, 0, 1, 1), threads=1, tell=lambda _: None)  # type: ignore[arg-type]
     with pytest.raises(WrongAnswerError, match=r"5 keys, 'wrong' differs from 'right' by 0\.00033"):
         bench.case({"keys": 5}, [Here(1, build)], "right")
     assert timed == ["right", "wrong"]  # once each, for the answers
@@ -152,7 +153,16 @@ def example() -> Result:
 
 def test_bars_pass_fall_short_or_are_not_measured() -> None:
     assert [bar.verdict for bar in example().bars] == ["short", "pass", "not measured"]
-    assert example().cases[0].ratio("a") == 2.0
+    case = example().cases[0]
+    assert case.ratio("a") == 2.0
+    case.add_rates({"a": 6e9, "plain read": 3e9}, "B")
+    assert case.notes == {
+        "peer": "is not installed",
+        "a": "2 GB/s",
+        "plain read, x": "2 GB/s",
+        "plain read, y": "1.5 GB/s",
+    }
+    assert case.shown == ["a", "plain read, x"]
 
 
 def test_results_survive_json() -> None:
@@ -162,20 +172,25 @@ def test_results_survive_json() -> None:
     assert [bar["verdict"] for bar in data["bars"]] == ["short", "pass", "not measured"]
 
 
-def test_the_page_is_filled_between_its_marks() -> None:
+def test_the_page_is_filled_between_its_marks(tmp_path: Path) -> None:
     machine = {"cpu": "CPU", "cores": 2, "threads": 2, "python": "3", "date": "2026-01-02T03:04"}
     data = {"machine": machine | {"versions": {"torch": "2"}}, "benchmarks": [to_json(example())]}
     page = "Text.\n<!-- bars -->\nold\n<!-- end -->\n<!-- other -->\nkept\n<!-- end -->\n"
-    filled = report.fill(page, report.markdown(data))
+    blocks = report.markdown(data, tmp_path)
+    filled = report.fill(page, blocks)
     assert "| a over a read | 2x | <= 1.9x | short |" in filled
     assert "old" not in filled and "<!-- other -->\nkept\n<!-- end -->" in filled
-    assert report.fill(filled, report.markdown(data)) == filled
-    rows = report.markdown(data)["example"].splitlines()[2:]
-    assert rows == [
-        "| 64 | 2 | a | 3000.000 | 33% | 3 | 2.00 |  |",
-        "| 64 | 2 | plain read, x | 1500.000 | 0% | 1 | 1.00 |  |",
-        "| 64 | 2 | peer |  |  |  |  | is not installed |",
+    assert report.fill(filled, blocks) == filled
+    assert blocks["example"].splitlines() == [
+        "2 ranks, ms (ratio over plain read):",
+        "",
+        "| keys | a | plain read |",
+        "|---|---|---|",
+        "| 64 | 3,000 (2) | 1,500 (1) |",
     ]
+    (tmp_path / "bench-example.png").touch()
+    drawn = report.markdown(data, tmp_path)["example"]
+    assert drawn.endswith("![An example](images/bench-example.png)")
 
 
 def small_run(ranks: Callable[[int], Any], out: Path, *overrides: str) -> str:
