@@ -43,7 +43,7 @@ def build_plan(
     cached = torch.tensor([request.cached for request in ordered], dtype=torch.long)
     positions = cached[row_request] + offset
     tokens = torch.tensor([starts[i] for i in order], dtype=torch.long)[row_request] + offset
-    slots = _slots(positions, row_request, ordered, view)
+    slots = _slots(positions, row_request, table_rows, tables.host, view)
     decode_writes = Writes.of(slots[:num_decode], view.device)
 
     owner, index = torch.zeros_like(tokens), tokens  # of a step without prefill
@@ -127,18 +127,8 @@ def _context(
 
 
 def _slots(
-    positions: Tensor,
-    row_request: Tensor,
-    requests: Sequence[Request],
-    view: RankView,
+    positions: Tensor, row_request: Tensor, table_rows: list[int], table: Tensor, view: RankView
 ) -> Tensor:
-    """Slot of each token on this rank, from the ends of the block tables."""
-    ids: list[int] = []
-    starts: list[int] = []
-    for request in requests:
-        starts.append(len(ids) - request.first_open)
-        if request.new:
-            ids += request.blocks.since(request.first_open)
-    table = torch.tensor(ids, dtype=torch.long)
-    start = torch.tensor(starts, dtype=torch.long)[row_request]
-    return view.layout.slots(positions, table, view.cp_rank, start)
+    """Slot of each token on this rank, from the block tables."""
+    start = torch.tensor(table_rows, dtype=torch.long) * table.shape[1]
+    return view.layout.slots(positions, table.view(-1), view.cp_rank, start[row_request])

@@ -111,6 +111,17 @@ class InterleavedLayout:
         run = self.interleave_size
         return (rounds * run + max(rest - (self.cp_size - 1) * run, 0)) // self.block_size
 
+    def room(self, blocks: int) -> int:
+        """The longest sequence that ``blocks`` virtual blocks hold; the inverse of `blocks`."""
+        rounds, rest = divmod(blocks * self.block_size, self.interleave_size)
+        return rounds * self.interleave_size * self.cp_size + rest
+
+    def filled(self, blocks: int) -> int:
+        """The shortest sequence with so many full ones; the inverse of `full_blocks`."""
+        rounds, rest = divmod(blocks * self.block_size, self.interleave_size)
+        span = self.interleave_size * self.cp_size
+        return rounds * span + (rest and span - self.interleave_size + rest)
+
     @property
     def unit_blocks(self) -> int:
         """Virtual blocks after which the blocks of all ranks end at the same position.
@@ -141,7 +152,7 @@ class InterleavedLayout:
         """
         local = self.local_index(pos)
         block = local // self.block_size
-        ids = block_table[block if start is None else block + start]
+        ids = block_table[block if start is None else block + start].long()
         slot = ids * self.block_size + local % self.block_size
         return torch.where(self.owner(pos) == rank, slot, -1)
 

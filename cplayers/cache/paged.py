@@ -237,6 +237,7 @@ class PagedKVCache(PortableCache):
         pending = self._require(plan)
         self._copy_once(pending)
         self._sequences.apply(pending.draft)
+        self.tables.settle()
         self._pending = None
 
     def view(self, layer: int, slot: int, length: int) -> list[Tensor]:

@@ -25,6 +25,9 @@ class SequenceState:
         hashes: Of the whole units of its known tokens; beyond ``length`` they are still to come.
         oldest: Tokens before this position are out of every window, and may be gone.
         dropped: Blocks at the front of the table that were given back.
+        full: Lengths from and to which as many blocks are full as now, and how many these are:
+            kept, since most steps ask the same again.
+        room: For how many blocks the room was computed, and the longest sequence they hold.
     """
 
     length: int = 0
@@ -32,6 +35,8 @@ class SequenceState:
     hashes: list[bytes] = field(default_factory=list)
     oldest: int = 0
     dropped: int = 0
+    full: tuple[int, int, int] = (0, 0, 0)
+    room: tuple[int, int] = (0, 0)
 
     @property
     def held(self) -> list[int]:
@@ -176,16 +181,21 @@ class SequenceTable:
                 raise ConfigError(
                     f"new tokens of {seq!r}={new!r}", "at least 0", "pass an int >= 0"
                 )
-            ids, first = state.table.ids, layout.full_blocks(state.length)
+            length, ids = state.length, state.table.ids
+            start, stop, first = state.full
+            if not start <= length < stop:
+                first = layout.full_blocks(length)
+                state.full = layout.filled(first), layout.filled(first + 1), first
             keep, tail = len(ids), list[int]()
             if new and not self.pool.is_private(ids[first:]):
                 keep, tail = self._own_end(ids, first, trial, copies, overwritten)
-            missing = layout.blocks(state.length + new) - keep - len(tail)
-            if missing > 0:
+            if state.room[0] != len(ids):
+                state.room = len(ids), layout.room(len(ids))
+            if length + new > state.room[1]:
                 last = tail[-1] if tail else ids[keep - 1] if keep else None
-                tail += trial.pick(missing, after=last)
+                tail += trial.pick(layout.blocks(length + new) - len(ids), after=last)
             view = TableView(state.table, keep, tuple(tail))
-            parts.append(Request(seq, state.length, new, view, first, state.oldest, state.dropped))
+            parts.append(Request(seq, length, new, view, first, state.oldest, state.dropped))
         return Draft(tuple(parts), trial, tuple(copies), tuple(overwritten))
 
     def _own_end(

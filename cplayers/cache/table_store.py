@@ -2,10 +2,10 @@
 
     table   int32 [S, B] on the device: row s has the block ids of one sequence, in order
 
-A step changes only the ends of tables, so only those are written: whatever lies before the first
-block that was not full before a step is as an earlier step wrote it. Entries beyond a sequence's
-blocks hold anything; no span reaches them. The tensor is one buffer, renewed only to grow, so that a
-captured graph finds it where it was.
+Only what a step changes is written: the ends of tables that it adds to or replaces, and of those a
+step before it wrote without ever being committed. Whatever lies before the first block that was not
+full before the step is as it was. Entries beyond a sequence's blocks hold anything; no span reaches
+them. The tensor is one buffer, renewed only to grow, so that a captured graph finds it where it was.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from cplayers.cache.tables import Request
+from cplayers.cache.tables import Request, TableView
 
 
 class TableStore:
@@ -26,12 +26,16 @@ class TableStore:
 
     Attributes:
         table: The tensor, with at least one row and one column.
+        host: The same on the host; the same tensor where that is the device.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+        self.host = self.table.cpu()
         self._rows: dict[Hashable, int] = {}
         self._free = [0]
+        self._unsettled: set[Hashable] = set()
+        self._loaded: list[Hashable] = []
 
     def load(self, requests: Sequence[Request]) -> list[int]:
         """Write what a step changes, and return the row of each request's sequence.
@@ -39,25 +43,29 @@ class TableStore:
         Args:
             requests: With the blocks that they have in the step.
         """
+        known, unsettled = self._rows, self._unsettled
         rows: list[int] = []
-        ids: list[int] = []
-        at: list[int] = []  # row and column of each id, as one index: they are few
-        self._reserve(requests)
-        width = self.table.shape[1]
+        changed: list[tuple[int, int, TableView]] = []  # row, first column, blocks
+        self._loaded = []
         for request in requests:
-            row, first = self._rows.get(request.seq), request.first_open
+            seq, blocks = request.seq, request.blocks
+            row, first = known.get(seq), request.first_open
             if row is None:
-                row, first = self._free.pop(), 0
-                self._rows[request.seq] = row
+                row, first = known.setdefault(seq, self._new_row()), 0
+            elif not blocks.tail and seq not in unsettled:
+                rows.append(row)
+                continue
             rows.append(row)
-            if first < request.blocks.size:
-                ids += request.blocks.since(first)
-                at += range(row * width + first, row * width + request.blocks.size)
-        if ids:
-            device = self.table.device
-            index = torch.tensor(at, device=device)
-            self.table.view(-1)[index] = torch.tensor(ids, dtype=torch.int32, device=device)
+            unsettled.add(seq)
+            self._loaded.append(seq)
+            changed.append((row, first, blocks))
+        if changed:
+            self._write(changed)
         return rows
+
+    def settle(self) -> None:
+        """The step loaded last was committed: what it wrote is what its sequences have."""
+        self._unsettled.difference_update(self._loaded)
 
     def reserve(self, sequences: int, blocks: int) -> None:
         """Grow to so many rows and columns at once, so that the tensor stays where it is."""
@@ -66,28 +74,39 @@ class TableStore:
 
     def drop(self, seq: Hashable) -> None:
         """Forget a sequence; one of the same name begins anew."""
+        self._unsettled.discard(seq)
         row = self._rows.pop(seq, None)
         if row is not None:
             self._free.append(row)
 
-    def _reserve(self, requests: Sequence[Request]) -> None:
-        """Grow to a row for each new sequence and to the columns of the longest."""
+    def _new_row(self) -> int:
         height, width = self.table.shape
-        fresh = sum(request.seq not in self._rows for request in requests)
-        columns = max((request.blocks.size for request in requests), default=0)
-        rows = len(self._rows) + fresh
-        if rows <= height and columns <= width:
-            return
+        if not self._free:
+            self._resize(2 * height, width)
+        return self._free.pop()
+
+    def _write(self, changed: list[tuple[int, int, TableView]]) -> None:
+        height, width = self.table.shape
+        columns = max(blocks.size for _, _, blocks in changed)
         if columns > width:
             width = max(columns, 2 * width)
-        if rows > height:
-            height = max(rows, 2 * height)
-        self._resize(height, width)
+            self._resize(height, width)
+        ids: list[int] = []
+        at: list[int] = []  # row and column of each, as one index: they are few
+        for row, first, blocks in changed:
+            if first < blocks.size:
+                ids += blocks.since(first)
+                at += range(row * width + first, row * width + blocks.size)
+        values, index = torch.tensor(ids, dtype=torch.int32), torch.tensor(at, dtype=torch.long)
+        self.host.view(-1)[index] = values
+        if self.table is not self.host:
+            self.table.view(-1)[index.to(self.table.device)] = values.to(self.table.device)
 
     def _resize(self, height: int, width: int) -> None:
         if (height, width) != tuple(self.table.shape):
-            table = self.table.new_zeros(height, width)
-            table[: self.table.shape[0], : self.table.shape[1]] = self.table
-            self.table = table
+            table = self.host.new_zeros(height, width)
+            table[: self.host.shape[0], : self.host.shape[1]] = self.host
+            self.host = table
+            self.table = table.to(self.table.device)
         taken = set(self._rows.values())
         self._free = [row for row in range(height - 1, -1, -1) if row not in taken]

@@ -24,6 +24,7 @@ from cplayers.cache.blocks import FREE, REUSABLE, USED
 from cplayers.cache.context import Context, Piece
 from cplayers.cache.reads import Read
 from cplayers.errors import CacheFullError, ConfigError, StateError
+from cplayers.ops import PagedKeys
 
 NUM_BLOCKS = 10
 MOST_SEQUENCES = 6
@@ -297,11 +298,25 @@ class CacheMachine(RuleBasedStateMachine):
                 for i, (lo, hi) in enumerate(zip(read.lo.tolist(), read.hi.tolist(), strict=True)):
                     seen[read.row0 + i] += keys[lo:hi].tolist()
             found.append(seen)
+            part = plan if decoding else plan.prefill
+            assert part is not None
+            assert self.looked_up(cache, part.paged(window)) == seen
         if self.size == 1:  # every PCP rank has all keys
             assert all([sorted(row) for row in seen] == wanted for seen in found)
         else:
             joined = [sorted(chain.from_iterable(parts)) for parts in zip(*found, strict=True)]
             assert joined == wanted
+
+    @staticmethod
+    def looked_up(cache: PagedKVCache, keys: PagedKeys) -> list[list[int]]:
+        """The same keys by way of the block tables."""
+        stored, size = cache.storage.stores(0)[0].flatten(), keys.block_size
+        seen = []
+        for request, lo, hi in zip(keys.request, keys.lo.tolist(), keys.hi.tolist(), strict=True):
+            at = torch.arange(lo, hi)
+            slots = keys.block_table[request].long()[at // size] * size + at % size
+            seen.append(stored[slots].tolist())
+        return seen
 
     def check_context(
         self,

@@ -134,6 +134,10 @@ def test_blocks_waste_less_than_one_per_rank(layout: InterleavedLayout, length: 
     reserved = layout.blocks(length) * layout.block_size
     assert max(shares) <= reserved < max(shares) + layout.block_size
     assert layout.full_blocks(length) == min(shares) // layout.block_size
+    held, full = layout.blocks(length), layout.full_blocks(length)
+    assert layout.blocks(layout.room(held)) == held < layout.blocks(layout.room(held) + 1)
+    assert length <= layout.room(held)
+    assert layout.filled(full) <= length < layout.filled(full + 1)
     if layout.block_size % layout.interleave_size == 0:
         assert reserved <= -(-length // layout.cp_size) + layout.block_size
 
