@@ -102,8 +102,10 @@ def build_reads(
             tiles = tile_rows(run_lo, run_hi)
             if tiles:
                 run_lo, run_hi = run_lo.to(device), run_hi.to(device)
-                ids = [block for run, blocks in runs for block in range(run, run + blocks)]
-                copied = torch.tensor(ids, device=device) if len(runs) > 1 else None
+                copied = None
+                if len(runs) > 1:
+                    ids = [block for run, blocks in runs for block in range(run, run + blocks)]
+                    copied = torch.tensor(ids, device=device)
                 slot = runs[0][0] * block_size
                 yield Read(row0, row1, slot, length, run_lo, run_hi, tiles, copied)
 

@@ -31,6 +31,8 @@
 #define CHUNK 16
 #endif
 #define ROWS 4
+#define NOTHING -1e30f /* reference point of a row that has seen no key yet */
+#define HEADROOM 16.0f /* e^16 times a weight and the sum of 2^40 of them are far from overflow */
 #define TILE 4 /* vectors of a row of out that are held in registers */
 #define MIN_PART 512 /* keys of a part, below which it does not pay to cut */
 #define PARTS_PER_THREAD 4
@@ -99,8 +101,8 @@ static inline vec fold1(vec a, vec b) {
            SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 }
 
-/* e^x for x <= 0, within 2 units in the last place; 0 below -87, -infinity included. */
-static inline vec exp_negative(vec x) {
+/* e^x for x up to 80, within 2 units in the last place; 0 below -87, -infinity included. */
+static inline vec exponential(vec x) {
     const vec magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
     ints tiny = x < -87.0f;
     x = (vec)((ints)x & ~tiny);
@@ -192,46 +194,53 @@ static inline __attribute__((always_inline)) void columns(
         for (int j = 0; j < tile; j++) store_floats(out + r * VALUE_DIM + c + j * LANES, sum[r][j]);
 }
 
+/* Reference points of rows to the largest of their scores, what was summed so far along with them. */
+static __attribute__((noinline)) void raise_tops(
+    const int rows, float *out, float *top, vec *sum, const float *scores, const int padded) {
+    for (int r = 0; r < rows; r++) {
+        vec high = load_floats(scores + r * CHUNK);
+        for (int i = LANES; i < padded; i += LANES)
+            high = larger(high, load_floats(scores + r * CHUNK + i));
+        const float now = largest(high);
+        if (!(now > top[r])) continue;
+        const float shrink = expf(top[r] - now);
+        sum[r] *= shrink;
+        for (int c = 0; c < VALUE_DIM; c += LANES)
+            store_floats(out + r * VALUE_DIM + c, load_floats(out + r * VALUE_DIM + c) * shrink);
+        top[r] = now;
+    }
+}
+
 /* Up to 4 rows against one chunk. first..last of each row: what it sees, counted in the chunk. */
 static inline __attribute__((always_inline)) void visit(
     const int rows, const int fetch, const float *q, float *out, float *top, vec *sum,
-    const elem *const *key, const elem *const *value, const elem *const *next, const int keys,
-    const int64_t *first, const int64_t *last) {
+    const elem *const *key, const elem *const *value, const elem *const *next,
+    const elem *const *then, const int keys, const int64_t *first, const int64_t *last) {
     float scores[ROWS * CHUNK] __attribute__((aligned(64)));
     const int padded = (keys + LANES - 1) / LANES * LANES;
     for (int i = 0; i < keys; i += 4) {
         const elem *four[4];
         for (int j = 0; j < 4; j++) four[j] = key[i + j < keys ? i + j : keys - 1];
-        dots(rows, fetch, q, four, value + i, scores + i);
+        dots(rows, fetch, q, four, then + i, scores + i);
     }
-    int seen = 0;
     for (int r = 0; r < rows; r++) {
         float *row = scores + r * CHUNK;
         const int64_t begin = first[r] > 0 ? first[r] : 0, end = last[r] < keys ? last[r] : keys;
         for (int i = 0; i < begin && i < padded; i++) row[i] = -INFINITY;
         for (int64_t i = end > 0 ? end : 0; i < padded; i++) row[i] = -INFINITY;
-        vec high = load_floats(row);
-        for (int i = LANES; i < padded; i += LANES) high = larger(high, load_floats(row + i));
-        const float now = largest(high);
-        if (now == -INFINITY) { /* it sees nothing here: weights 0, state as it was */
-            for (int i = 0; i < padded; i++) row[i] = 0.0f;
-            continue;
-        }
-        seen = 1;
-        if (now > top[r]) {
-            const float shrink = expf(top[r] - now);
-            sum[r] *= shrink;
-            for (int c = 0; c < VALUE_DIM; c += LANES)
-                store_floats(out + r * VALUE_DIM + c, load_floats(out + r * VALUE_DIM + c) * shrink);
-            top[r] = now;
-        }
+    }
+    /* A row's reference point is raised where a score is far above it, not at each new maximum. */
+    vec over = load_floats(scores) - top[0];
+    for (int r = 0; r < rows; r++)
+        for (int i = 0; i < padded; i += LANES)
+            over = larger(over, load_floats(scores + r * CHUNK + i) - top[r]);
+    if (largest(over) > HEADROOM) raise_tops(rows, out, top, sum, scores, padded);
+    for (int r = 0; r < rows; r++)
         for (int i = 0; i < padded; i += LANES) {
-            vec weight = exp_negative(load_floats(row + i) - top[r]);
-            store_floats(row + i, weight);
+            vec weight = exponential(load_floats(scores + r * CHUNK + i) - top[r]);
+            store_floats(scores + r * CHUNK + i, weight);
             sum[r] += weight;
         }
-    }
-    if (!seen) return;
     int c = 0;
     for (; c + TILE * LANES <= VALUE_DIM; c += TILE * LANES)
         columns(rows, fetch, TILE, out, scores, value, next, keys, c);
@@ -261,9 +270,10 @@ static void place(
     int64_t last, const elem **rows) {
     const int64_t keys = last - start < CHUNK ? last - start : CHUNK;
     int64_t block = start / size, offset = start % size;
-    for (int i = 0; i < keys; i++) {
-        rows[i] = base + (table[block] * size + offset) * stride;
-        if (++offset == size) block++, offset = 0;
+    for (int64_t i = 0; i < keys; block++, offset = 0) {
+        const elem *at = base + (table[block] * size + offset) * stride;
+        const int64_t stop = i + size - offset < keys ? i + size - offset : keys;
+        for (; i < stop; i++, at += stride) rows[i] = at;
     }
     for (int i = keys > 0 ? (int)keys : 0; i < CHUNK; i++) rows[i] = keys > 0 ? rows[keys - 1] : base;
 }
@@ -285,22 +295,23 @@ static int attend(
         const elem *from = w->q + (req->row0 + m / group) * w->q_row +
                            (head * group + m % group) * w->q_head;
         for (int d = 0; d < HEAD_DIM; d++) q[m * HEAD_DIM + d] = widen(from[d]) * w->scale;
-        top[m] = -INFINITY;
+        top[m] = NOTHING;
         sums[m] = (vec){0};
     }
     memset(out, 0, num * VALUE_DIM * sizeof(float));
     const elem *keys_at = w->k + head * w->k_head, *values_at = w->v + head * w->v_head;
     const int64_t size = w->block_size;
     const int32_t *table = w->table + w->request[req->row0] * w->table_row;
-    const elem *rows_of[3][CHUNK]; /* keys of this chunk, its values, keys of the next */
-    const elem **key = rows_of[0], **value = rows_of[1], **next = rows_of[2];
+    const elem *rows_of[4][CHUNK]; /* keys and values of this chunk, and of the next */
+    const elem **key = rows_of[0], **value = rows_of[1], **next = rows_of[2], **then = rows_of[3];
     place(keys_at, w->k_slot, table, size, first, last, key);
+    place(values_at, w->v_slot, table, size, first, last, value);
 #define VISITED \
-    q + m * HEAD_DIM, out + m * VALUE_DIM, top + m, sums + m, key, value, next, keys, from, to
+    q + m * HEAD_DIM, out + m * VALUE_DIM, top + m, sums + m, key, value, next, then, keys, from, to
     for (int64_t start = first; start < last; start += CHUNK) {
         const int keys = last - start < CHUNK ? (int)(last - start) : CHUNK;
-        place(values_at, w->v_slot, table, size, start, last, value);
         place(keys_at, w->k_slot, table, size, start + CHUNK, last, next);
+        place(values_at, w->v_slot, table, size, start + CHUNK, last, then);
         for (int64_t m = 0; m < num; m += ROWS) {
             int64_t from[ROWS], to[ROWS];
             const int rows = num - m < ROWS ? (int)(num - m) : ROWS;
@@ -324,8 +335,8 @@ static int attend(
                 case 1: visit(1, 1, VISITED); break;
                 }
         }
-        const elem **used = key;
-        key = next, next = used;
+        const elem **used = key, **read = value;
+        key = next, next = used, value = then, then = read;
     }
     for (int64_t m = 0; m < num; m++) sum[m] = total(sums[m]);
     free(q);
