@@ -1,7 +1,7 @@
 """Measuring how fast the ranks at hand are, in a few seconds, kept in a file.
 
     compute     a product of square matrices
-    memory      one decode row over keys and values of a cache's layout, at two lengths: the slope
+    memory      a layer's decode step over a cache of two lengths: the slope, per byte of it
     collective  each operation at two sizes: the smaller one is latency, the slope is bandwidth
     combining   likewise, with what a layer does around the collectives (packing, merging)
 
@@ -24,17 +24,19 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from cplayers.attention import Combine, combine
+from cplayers.attention import Combine, DCPGQAAttention, combine
+from cplayers.cache import InterleavedLayout, PagedKVCache
 from cplayers.errors import ConfigError
-from cplayers.mesh import CPMesh
-from cplayers.ops import Partial, attend
+from cplayers.mesh import CPMesh, Topology
+from cplayers.ops import Partial
 from cplayers.planning.speeds import Link, Speeds
 
 AXES = ("dcp", "pcp", "tp")
 OPERATIONS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
 COMBINES = ("a2a", "ag_rs", "ar")
 _SIDE = 768  # of the matrices
-_HEADS, _KV_HEADS, _HEAD_DIM = 32, 8, 128
+_HIDDEN, _HEADS, _KV_HEADS, _HEAD_DIM = 64, 32, 8, 128
+_BLOCK = 16
 _KEYS = (512, 4096)
 _ELEMENTS = (1024, 262_144)  # that a member contributes
 _ROWS = (1, 64)  # that are combined
@@ -175,22 +177,26 @@ def _products(mesh: CPMesh, dtype: torch.dtype) -> float:
 
 
 def _reads(mesh: CPMesh, dtype: torch.dtype) -> float:
-    q = torch.randn(1, _HEADS, _HEAD_DIM, device=mesh.device_type).to(dtype)
-    # heads first, as the cache stores them
-    keys, values = (
-        torch.randn(_KV_HEADS, _KEYS[1], _HEAD_DIM, device=mesh.device_type)
-        .to(dtype)
-        .transpose(0, 1)
-        for _ in "kv"
-    )
-    lo = torch.zeros(1, dtype=torch.long, device=mesh.device_type)
+    """Through a layer and its cache, each rank by itself: what reads is what layers read with."""
+    alone = CPMesh(Topology(), mesh.device_type)
+    layer = DCPGQAAttention(_HIDDEN, _HEADS, _KV_HEADS, _HEAD_DIM, layer_idx=0, mesh=alone)
+    layer = layer.to(mesh.device_type, dtype)
+    layout = InterleavedLayout(1, _BLOCK, _BLOCK)
+    blocks = sum(layout.blocks(keys + 1) for keys in _KEYS)
+    cache = PagedKVCache(layer.cache_spec, layout, 1, blocks, dtype=dtype, device=mesh.device_type)
+    x = torch.zeros(1, _HIDDEN, dtype=dtype, device=mesh.device_type)
+    angles = torch.zeros(1, _HEAD_DIM, dtype=dtype, device=mesh.device_type)
+    for keys in _KEYS:
+        cache.add(keys)
+        cache.commit(cache.plan([(keys, keys)]))
 
-    def read(count: int) -> Callable[[], object]:
-        k, v, hi = keys[:count], values[:count], lo + count
-        return lambda: attend(q, k, v, lo, hi, scale=_HEAD_DIM**-0.5)
+    def read(keys: int) -> None:
+        with torch.no_grad():
+            layer(x, (angles, angles), cache, cache.plan([(keys, 1)]))
 
-    short, long = _quartiles(mesh, [read(count) for count in _KEYS])
-    row = 2 * _KV_HEADS * _HEAD_DIM * dtype.itemsize
+    work = [partial(read, keys) for keys in _KEYS]
+    short, long = _quartiles(mesh, work)
+    row = layer.sizes.stored * dtype.itemsize
     return max(long - short, long / 10) / ((_KEYS[1] - _KEYS[0]) * row)
 
 

@@ -264,4 +264,4 @@ def test_calibrate_is_kept_in_a_file(command: Any, tmp_path: Path) -> None:
         "ar",
     } == set(links)
     assert all(link["latency_s"] > 0 and link["bandwidth"] > 0 for link in links.values())
-    assert data["predicted"]["crossovers"]["dcp"] > 1
+    assert data["predicted"]["crossovers"].keys() == {"dcp", "gather_q", "a2a", "chunk"}

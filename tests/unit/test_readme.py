@@ -7,6 +7,7 @@ are checked: make targets, extras, scripts and Hydra options exist.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 import os
@@ -93,7 +94,17 @@ def test_python_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.Monkey
 def test_pages_have_blocks_to_run() -> None:
     counts = {n: sum(b.language == "python" for b in blocks_of(ROOT / n)) for n in NAMES}
     assert counts["README.md"] == 3
-    for page in ("idea", "layouts", "hf", "mla", "own-stack", "hydra", "failure", "testing"):
+    for page in (
+        "idea",
+        "layouts",
+        "hf",
+        "mla",
+        "own-stack",
+        "hydra",
+        "failure",
+        "testing",
+        "planning",
+    ):
         assert counts[f"docs/{page}.md"] >= 1, page
 
 
@@ -135,6 +146,8 @@ def test_commands_exist(name: str) -> None:
             check_make(command)
         elif command[:2] == ["pip", "install"]:
             check_install(command)
+        elif command[0] == "cplayers":
+            check_command_line(command)
         else:
             assert command[0] in ("python", "torchrun", "pytest"), command
             [script] = [word for word in command if word.endswith(".py")]
@@ -148,6 +161,16 @@ def check_make(command: list[str]) -> None:
         assert re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE), command
     for variable in (word.partition("=")[0] for word in command[1:] if "=" in word):
         assert re.search(rf"^{variable} \?=", makefile, re.MULTILINE), command
+
+
+def check_command_line(command: list[str]) -> None:
+    """The command exists, and its arguments can be read."""
+    from cplayers.cli.arguments import parse
+    from cplayers.cli.main import COMMANDS
+
+    assert command[1] in COMMANDS, command
+    known = importlib.import_module(f"cplayers.cli.{command[1]}").COMMAND
+    parse(command[2:], known.options, known.flags)
 
 
 def check_install(command: list[str]) -> None:
