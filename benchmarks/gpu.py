@@ -29,13 +29,12 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 import kernel_cases
 
-from cplayers.ops import Partial
+from cplayers.ops import Partial, plain
 from cplayers.ops.kernels import (
     cache_write,
     merge_packed,
     merge_partials,
     pack,
-    plain,
     span_attention,
 )
 

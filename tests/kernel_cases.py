@@ -17,13 +17,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from cplayers.ops import Partial, attention_reference
+from cplayers.ops import Partial, attention_reference, plain
 from cplayers.ops.kernels import (
     cache_write,
     merge_packed,
     merge_partials,
     pack,
-    plain,
     span_attention,
     unpack,
 )

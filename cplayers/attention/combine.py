@@ -21,14 +21,14 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple, get_args
 
-import torch
 from einops import rearrange
 from torch import Tensor
 
 from cplayers.cache.prefill import Prefill
 from cplayers.errors import ConfigError
 from cplayers.mesh import CPMesh
-from cplayers.ops import Partial, merge_stacked, scale_weights, weigh
+from cplayers.ops import Partial, scale_weights, weigh
+from cplayers.ops.by_device import merge_packed, pack
 
 Combine = Literal["a2a", "ag_rs", "ar"]
 
@@ -68,13 +68,15 @@ def combine(
         return partial
     share = _Share(mesh, prefill if mesh.size("pcp") > 1 else None)
     if how == "a2a":
-        received = mesh.all_to_all(share.chunks(pack(partial)), "dcp")
-        out, lse = merge_stacked(*unpack(received, partial.out.dtype))
+        packed = pack(partial, parts=mesh.size("dcp_tp"))
+        received = mesh.all_to_all(share.chunks(packed), "dcp")
+        out, lse = merge_packed(received, partial.out.dtype)
         return Partial(share.unpad(out), share.unpad(lse))
     weights, lse = scale_weights(mesh.all_gather(partial.lse, "dcp"))
     scaled = weigh(partial.out, weights[mesh.rank("dcp")])  # in fp32 or better
     if how == "ag_rs":
-        out = share.unpad(mesh.reduce_scatter(share.chunks(scaled), "dcp"))
+        parts = rearrange(scaled, "t (k n) v -> k t n v", k=mesh.size("dcp_tp"))
+        out = share.unpad(mesh.reduce_scatter(share.chunks(parts), "dcp"))
     else:
         out = share.own(mesh.all_reduce(scaled, "dcp"))
     return Partial(out.to(partial.out.dtype), share.own(lse))
@@ -90,14 +92,12 @@ class _Share(NamedTuple):
     mesh: CPMesh
     prefill: Prefill | None
 
-    def chunks(self, x: Tensor) -> Tensor:
-        """`[T, N, ...]` to `[members, rows, n, ...]`, rows padded where members have shares."""
-        k = self.mesh.size("dcp_tp")
+    def chunks(self, parts: Tensor) -> Tensor:
+        """`[k, T, n, ...]`, by heads, to `[members, rows, n, ...]`, padded where rows are shared."""
         if self.prefill is not None:
-            return rearrange(x[self.prefill.spread], "p t (k n) v -> (k p) t n v", k=k)
-        chunks = rearrange(x, "t (k n) v -> k t n v", k=k)
-        copies = self.mesh.size("dcp") // k
-        return chunks if copies == 1 else chunks.repeat_interleave(copies, 0)
+            return parts[:, self.prefill.spread].flatten(0, 1)
+        copies = self.mesh.size("dcp") // len(parts)
+        return parts if copies == 1 else parts.repeat_interleave(copies, 0)
 
     def unpad(self, rows: Tensor) -> Tensor:
         """What arrived, without the padding."""
@@ -111,28 +111,3 @@ class _Share(NamedTuple):
             x = x[self.unpad(self.prefill.spread[self.mesh.rank("pcp")])]
         n = x.shape[1] // self.mesh.size("dcp_tp")
         return x.narrow(1, self.mesh.rank("dcp_tp") * n, n)
-
-
-def pack(partial: Partial) -> Tensor:
-    """out `[T, N, V]` and lse `[T, N]` side by side, lse in 4 bytes whatever out's type.
-
-    Returns:
-        `[T, N, W]` in a type of at most 4 bytes per element, W elements being V*e + 4 bytes.
-    """
-    carrier = partial.out.dtype if partial.out.dtype.itemsize <= 4 else torch.float32
-    lse = partial.lse.contiguous()[..., None]
-    return torch.cat([partial.out.contiguous().view(carrier), lse.view(carrier)], dim=-1)
-
-
-def unpack(packed: Tensor, dtype: torch.dtype) -> Partial:
-    """The inverse of `pack`, for any leading shape."""
-    width = 4 // packed.dtype.itemsize
-    out, lse = packed[..., :-width], packed[..., -width:]
-    if packed.dtype != dtype:
-        out = _own_memory(out).view(dtype)
-    return Partial(out, _own_memory(lse).view(torch.float32).squeeze(-1))
-
-
-def _own_memory(x: Tensor) -> Tensor:
-    """A copy from offset 0 on: ``contiguous`` keeps a single row where it is, at any offset."""
-    return x.clone(memory_format=torch.contiguous_format)

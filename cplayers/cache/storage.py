@@ -13,6 +13,7 @@ from cplayers.cache.huge_pages import advise
 from cplayers.cache.reads import Read
 from cplayers.cache.spec import CacheSpec
 from cplayers.cache.view import Writes
+from cplayers.ops.by_device import cache_write
 
 
 class Storage:
@@ -51,14 +52,16 @@ class Storage:
 
     def write(self, layer: int, writes: Writes, planes: tuple[Tensor, ...]) -> None:
         """Copy rows `[T, heads, dim]` of each plane to their slots."""
-        for store, given in zip(self._layers[layer], planes, strict=True):
-            rows = given.detach()  # or the cache would keep the graph of every step
+        stores = self._layers[layer]
+        rows = [plane.detach() for plane in planes]  # or the cache would keep every step's graph
+        if writes.slots is not None and writes.rows is None:
+            cache_write(writes.slots, rows, stores)
+            return
+        for store, given in zip(stores, rows, strict=True):
             for row0, row1, slot in writes.segments:
-                store[:, slot : slot + row1 - row0] = rows[row0:row1].transpose(0, 1)
-            if writes.slots is not None and writes.rows is None:
-                _write_mapped(store, writes.slots, rows)
-            elif writes.rows is not None and writes.slots is not None:
-                source = rows[writes.rows].transpose(0, 1)
+                store[:, slot : slot + row1 - row0] = given[row0:row1].transpose(0, 1)
+            if writes.rows is not None and writes.slots is not None:
+                source = given[writes.rows].transpose(0, 1)
                 store.index_copy_(1, writes.slots, source.to(self.dtype))
 
     def view(self, layer: int, slot: int, length: int) -> list[Tensor]:
@@ -100,18 +103,3 @@ class Storage:
                 target[:, : self.num_slots] = store
             self._layers[index] = bigger
         self.num_slots = num_slots
-
-
-def _write_mapped(store: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Rows `[T, heads, dim]` to their slots, -1 for those that go nowhere, without a look at values.
-
-    A row that goes nowhere repeats the first one that goes somewhere; if there is none, it puts
-    back what a slot holds.
-    """
-    goes = slots >= 0
-    first = goes.int().argmax(0, keepdim=True)
-    target = slots.index_select(0, first).clamp_min(0)
-    source = rows.to(store.dtype).transpose(0, 1)
-    repeated = torch.where(goes.any(), source.index_select(1, first), store.index_select(1, target))
-    source = torch.where(goes[:, None], source, repeated)
-    store.index_copy_(1, torch.where(goes, slots, target), source)

@@ -64,7 +64,17 @@ class Writes:
 
     @classmethod
     def of(cls, slot_mapping: Tensor, device: torch.device) -> Writes:
-        """From a slot per row, -1 for rows that are not written here."""
+        """From a slot per row, -1 for rows that are not written here.
+
+        Segments and lists of rows spare a CPU what it need not touch. Elsewhere one kernel looks at
+        the slot of every row, and nothing is left to the host.
+
+        Args:
+            slot_mapping: On the host, `[T]`.
+            device: Of the cache.
+        """
+        if device.type != "cpu":
+            return cls(slots=slot_mapping.to(device))
         rows = (slot_mapping >= 0).nonzero().squeeze(1)
         if not len(rows):
             return cls()

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cplayers.attention import combine
-from cplayers.attention.combine import pack, unpack
 from cplayers.errors import ConfigError
 from cplayers.mesh import CPMesh, Topology
 from cplayers.ops import Partial
+from cplayers.ops.plain import pack, unpack
 
 HOW = ["a2a", "ag_rs", "ar"]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]

@@ -6,6 +6,8 @@ import pytest
 import torch
 from kernel_cases import (
     ATTENTION,
+    B16,
+    F32,
     MERGES,
     PACKS,
     WRITES,
@@ -15,12 +17,15 @@ from kernel_cases import (
     check_pack,
     check_write,
 )
+from layer_cases import check_layer
+from torch import Tensor
 
-from cplayers.attention.combine import pack as combine_pack
-from cplayers.attention.combine import unpack as combine_unpack
-from cplayers.ops import Partial
+from cplayers.cache.view import Writes
 from cplayers.ops.backends.triton import TRITON
-from cplayers.ops.kernels import pack, unpack
+from cplayers.ops.device import DTYPES
+from cplayers.ops.kernels.launch import Launch
+from cplayers.ops.kernels.span_kernel import span_kernel
+from cplayers.ops.kernels.write import write_kernel
 from cplayers.testing import check_backend
 
 
@@ -43,16 +48,6 @@ def test_pack(shape: tuple[int, int, int, torch.dtype, int]) -> None:
     check_pack(shape, "cpu")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_packed_bytes_are_those_of_the_layers(dtype: torch.dtype) -> None:
-    partial = Partial(torch.randn(5, 4, 33).to(dtype), torch.randn(5, 4))
-    packed = pack(partial)
-    assert packed.dtype == combine_pack(partial).dtype
-    assert torch.equal(packed.view(torch.uint8), combine_pack(partial).view(torch.uint8))
-    for ours, theirs in zip(unpack(packed, dtype), combine_unpack(packed, dtype), strict=True):
-        assert torch.equal(ours, theirs)
-
-
 @pytest.mark.parametrize("name", WRITES)
 def test_write(name: str) -> None:
     check_write(WRITES[name], "cpu")
@@ -61,3 +56,30 @@ def test_write(name: str) -> None:
 def test_the_backend_conforms() -> None:
     dtypes = [torch.float32, torch.bfloat16]
     check_backend(TRITON.run, dtypes=dtypes, softcap=True, value_dim=True)
+
+
+ON_A_GPU = ("cplayers.ops.by_device", "cplayers.ops.backends.triton")
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("gqa", F32), ("windowed", F32), ("mla", B16)])
+def test_layers_run_on_kernels(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a layer does on a GPU, except for where its tensors are."""
+    launched = set()
+    run = Launch.run
+
+    def recorded(launch: Launch) -> None:
+        launched.add(launch.kernel)
+        run(launch)
+
+    def refuse(*tensors: Tensor) -> str | None:
+        """Tensors on the CPU count as being on a GPU here."""
+        return None if all(t.dtype in DTYPES for t in tensors) else "fp64"
+
+    monkeypatch.setattr(Launch, "run", recorded)
+    monkeypatch.setattr(Writes, "of", classmethod(lambda cls, slots, device: cls(slots=slots)))
+    for module in ON_A_GPU:
+        monkeypatch.setattr(f"{module}.refuse_kernels", refuse)
+    check_layer(name, dtype, "cpu", "triton")
+    assert launched == {span_kernel, write_kernel}

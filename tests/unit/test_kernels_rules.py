@@ -106,7 +106,7 @@ def test_the_backend_refuses_the_cpu_by_name() -> None:
     q = torch.zeros(1, 1, 16)
     assert TRITON.name == "triton"
     assert (triton.MAX_DIM, triton.MAX_VALUE_DIM) == (tiles.MAX_DIM, tiles.MAX_VALUE_DIM)
-    assert TRITON.refuse(q, q, q, None) == "it runs on CUDA devices, q is on cpu"
+    assert TRITON.refuse(q, q, q, None) == "it runs on CUDA devices, not on cpu"
 
 
 @pytest.mark.parametrize(

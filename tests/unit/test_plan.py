@@ -255,3 +255,11 @@ def test_writes_are_segments_or_indices_and_skip_what_is_not_owned() -> None:
     assert writes.rows is not None and writes.slots is not None
     assert torch.equal(writes.slots, scattered)
     assert writes.rows.tolist() == list(range(SEGMENTS_MAX + 1))
+
+
+def test_devices_other_than_the_cpu_get_a_slot_for_every_row() -> None:
+    slots = torch.tensor([-1, 7, 3, -1])
+    writes = Writes.of(slots, torch.device("meta"))
+    assert (writes.segments, writes.rows) == ((), None)
+    assert writes.slots is not None
+    assert (writes.slots.device.type, writes.slots.shape) == ("meta", slots.shape)

@@ -1,6 +1,6 @@
 """Triton kernels for CUDA devices of compute capability 8.0 and above.
 
-Each has a plain torch version of the same name in `cplayers.ops.kernels.plain`, which it equals.
+Each has a plain torch version of the same name in `cplayers.ops.plain`, which it equals.
 They are tested under Triton's interpreter on the CPU and compiled for sm_80 and sm_90 without a
 device; `tests/gpu` and ``benchmarks/gpu.py`` run them on one.
 """

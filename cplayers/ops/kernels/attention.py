@@ -31,7 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cplayers.ops.kernels.launch import DTYPES, Launch, interpreted, processors, require
+from cplayers.ops.device import DTYPES
+from cplayers.ops.kernels.launch import Launch, interpreted, processors, require
 from cplayers.ops.kernels.merge import merge_partials
 from cplayers.ops.kernels.span_kernel import span_kernel
 from cplayers.ops.kernels.tiles import TileShape, ceil_div, split_count, tile_shape

@@ -12,9 +12,6 @@ from torch import Tensor
 
 from cplayers.errors import ConfigError
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What the kernels read and write; they add up in fp32."""
-
 
 class Launch(NamedTuple):
     """One launch of a kernel.
@@ -51,7 +48,7 @@ class Launch(NamedTuple):
             raise ConfigError(
                 f"tensors on {device}",
                 "Triton kernels run on CUDA devices",
-                "move the tensors to a GPU, or use the function of the same name in kernels.plain",
+                "move the tensors to a GPU, or use the function of the same name in cplayers.ops.plain",
             )
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.kernel[self.grid](**self.args, **self.constants, **self.options)

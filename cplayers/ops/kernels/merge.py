@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cplayers.ops.kernels.launch import DTYPES, Launch, interpreted, require
+from cplayers.ops.device import DTYPES
+from cplayers.ops.kernels.launch import Launch, interpreted, require
 from cplayers.ops.kernels.rounding import narrow
 from cplayers.ops.kernels.tiles import ceil_div, ceil_power
 from cplayers.ops.partial import Partial

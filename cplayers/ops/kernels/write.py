@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from cplayers.ops.kernels.launch import DTYPES, Launch, interpreted, require
+from cplayers.ops.device import DTYPES
+from cplayers.ops.kernels.launch import Launch, interpreted, require
 from cplayers.ops.kernels.rounding import narrow
 from cplayers.ops.kernels.tiles import ceil_div, ceil_power
 
@@ -42,7 +43,7 @@ def _copy(
 
 
 @triton.jit(do_not_specialize=["num_slots"])
-def _write_kernel(
+def write_kernel(
     slot_ptr,
     rows_a_ptr,
     store_a_ptr,
@@ -152,10 +153,10 @@ def plan_write(
             "HEADS_B": rows_b.shape[1] if second else 0,
             "DIM_B": rows_b.shape[2],
             "BLOCK": block,
-            "INTERPRETED": interpreted(_write_kernel),
+            "INTERPRETED": interpreted(write_kernel),
         }
         grid = (len(slot_mapping), ceil_div(elements, block))
-        launches.append(Launch(_write_kernel, grid, args, constants, 4, 2))
+        launches.append(Launch(write_kernel, grid, args, constants, 4, 2))
     return launches
 
 

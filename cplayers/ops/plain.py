@@ -1,4 +1,4 @@
-"""The kernels' functions in plain torch, for any device: what each of them has to equal.
+"""The functions of `cplayers.ops.kernels` in plain torch, for any device: what they have to equal.
 
 The kernels take fp32, bf16 and fp16; these take fp64 as well.
 """
@@ -67,15 +67,26 @@ def span_attention(
 def cache_write(slot_mapping: Tensor, planes: Sequence[Tensor], stores: Sequence[Tensor]) -> None:
     """Write rows to their slots; see `cplayers.ops.kernels.cache_write`.
 
+    No shape depends on a value, so that torch.compile takes it whole: a row that is skipped repeats
+    the first one that is not, and if there is none, puts back what a slot holds.
+
     Args:
         slot_mapping: Slot of each row, int `[T]`; rows whose slot is no slot are skipped.
         planes: Rows of each plane, `[T, heads, dim]`.
         stores: Their caches, `[heads, slots, dim]`.
     """
+    if not len(slot_mapping):
+        return
+    slots = slot_mapping.long()
+    goes = (slots >= 0) & (slots < stores[0].shape[1])
+    first = goes.int().argmax(0, keepdim=True)
+    spare = torch.where(goes.any(), slots.index_select(0, first), 0)
+    target = torch.where(goes, slots, spare)
     for rows, store in zip(planes, stores, strict=True):
-        kept = ((slot_mapping >= 0) & (slot_mapping < store.shape[1])).nonzero().squeeze(1)
-        source = rows[kept].transpose(0, 1).to(store.dtype)
-        store.index_copy_(1, slot_mapping[kept].long(), source)
+        source = rows.transpose(0, 1).to(store.dtype)
+        again = source.index_select(1, first)
+        again = torch.where(goes.any(), again, store.index_select(1, spare))
+        store.index_copy_(1, target, torch.where(goes[:, None], source, again))
 
 
 def merge_partials(out: Tensor, lse: Tensor, *, dtype: torch.dtype | None = None) -> Partial:
@@ -92,18 +103,18 @@ def merge_partials(out: Tensor, lse: Tensor, *, dtype: torch.dtype | None = None
 
 
 def pack(partial: Partial, *, parts: int = 1) -> Tensor:
-    """out and lse side by side; see `cplayers.ops.kernels.pack`.
+    """out and lse side by side, lse in 4 bytes; see `cplayers.ops.kernels.pack`.
 
     Args:
         partial: out `[T, N, V]`, lse `[T, N]`.
         parts: Into how many equal parts the heads are cut; above 1 the parts come first.
     """
     carrier = partial.out.dtype if partial.out.dtype.itemsize <= 4 else torch.float32
-    lse = partial.lse.contiguous().unsqueeze(-1)
-    packed = torch.cat([partial.out.contiguous().view(carrier), lse.view(carrier)], dim=-1)
-    if parts == 1:
-        return packed
-    return rearrange(packed, "t (k n) w -> k t n w", k=parts).contiguous()
+    out, lse = partial.out.contiguous().view(carrier), partial.lse.contiguous().unsqueeze(-1)
+    lse = lse.view(carrier)
+    if parts > 1:
+        out, lse = (rearrange(t, "t (k n) w -> k t n w", k=parts) for t in (out, lse))
+    return torch.cat([out, lse], dim=-1)
 
 
 def unpack(packed: Tensor, dtype: torch.dtype) -> Partial:
@@ -112,22 +123,27 @@ def unpack(packed: Tensor, dtype: torch.dtype) -> Partial:
     Args:
         packed: `[..., W]`.
         dtype: Of the out that was packed.
+
+    Returns:
+        out `[..., V]`, a view of ``packed`` where the types allow it, and lse `[...]`.
     """
     width = 4 // packed.dtype.itemsize
-    # clones, since a view as another type needs an offset that is a multiple of its size
-    out, lse = (
-        part.clone(memory_format=torch.contiguous_format)
-        for part in (packed[..., :-width], packed[..., -width:])
-    )
-    return Partial(out.view(dtype), lse.view(torch.float32).squeeze(-1))
+    out, lse = packed[..., :-width], packed[..., -width:]
+    if packed.dtype != dtype:
+        out = _own_memory(out).view(dtype)
+    return Partial(out, _own_memory(lse).view(torch.float32).squeeze(-1))
 
 
 def merge_packed(packed: Tensor, dtype: torch.dtype) -> Partial:
-    """`unpack`, then `merge_partials`; see `cplayers.ops.kernels.merge_packed`.
+    """`unpack`, then merge; see `cplayers.ops.kernels.merge_packed`.
 
     Args:
         packed: `[n, T, N, W]`.
         dtype: Of the out that was packed, and of the result.
     """
-    out, lse = unpack(packed, dtype)
-    return merge_partials(out, lse)
+    return merge_stacked(*unpack(packed, dtype))
+
+
+def _own_memory(x: Tensor) -> Tensor:
+    """A copy from offset 0 on: ``contiguous`` keeps a single row where it is, at any offset."""
+    return x.clone(memory_format=torch.contiguous_format)
