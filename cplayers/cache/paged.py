@@ -29,7 +29,7 @@ from cplayers.cache.spec import CacheSpec, bytes_per_token
 from cplayers.cache.storage import Storage
 from cplayers.cache.table_store import TableStore
 from cplayers.cache.view import RankView, Writes
-from cplayers.errors import ConfigError, StateError
+from cplayers.errors import StateError
 
 MAX_DECODE_TOKENS = 16
 """New tokens up to which a sequence with cached ones decodes: one token, or a draft to verify."""

@@ -7,9 +7,9 @@
         ... replay the graph, or call what torch.compile made of the layers with `step` ...
         cache.commit(plan)
 
-A step of fewer rows is filled up with rows that see nothing and are written nowhere. `load` does all
-that depends on the data on the host; what layers read of the step are tensors at fixed addresses
-and numbers that never change, so that capturing or compiling them once is enough.
+A step of fewer rows is filled up with rows that see nothing and are written nowhere. `load` does
+all that depends on the data on the host; what layers read of the step are tensors at fixed
+addresses and numbers that never change, so that capturing or compiling them once is enough.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 Only what a step changes is written: the ends of tables that it adds to or replaces, and of those a
 step before it wrote without ever being committed. Whatever lies before the first block that was not
-full before the step is as it was. Entries beyond a sequence's blocks hold anything; no span reaches
-them. The tensor is one buffer, renewed only to grow, so that a captured graph finds it where it was.
+full before the step is as it was. Entries beyond a sequence's blocks hold anything; no span
+reaches them. The tensor is one buffer, renewed only to grow, so that a captured graph finds it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 import torch
-from torch import Tensor
 
 from cplayers.cache.tables import Request, TableView
 

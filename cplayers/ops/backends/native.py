@@ -1,7 +1,7 @@
 """Backend ``"native"``: few query rows over many keys on a CPU, by a kernel in C.
 
-It needs a C compiler, as torch.compile and Triton do; without one the backend refuses, with what the
-compiler said, and ``"auto"`` takes torch's operators (`cplayers.ops.backends.cpu`).
+It needs a C compiler, as torch.compile and Triton do; without one the backend refuses, with what
+the compiler said, and ``"auto"`` takes torch's operators (`cplayers.ops.backends.cpu`).
 """
 
 from __future__ import annotations

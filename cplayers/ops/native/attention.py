@@ -1,8 +1,8 @@
 """`span_attention` on a CPU: few query rows over paged keys, read where they are.
 
-One call does all requests of a step, however their blocks lie: a key is looked up in the block table,
-so a fragmented table costs what the processor's prefetch costs, and no copy. The work is spread
-over torch's threads, the keys of a request in parts where heads are few.
+One call does all requests of a step, however their blocks lie: a key is looked up in the block
+table, so that a fragmented one costs no copy. The work is spread over torch's threads, the keys of
+a request in parts where heads are few.
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ def unavailable(head_dim: int, value_dim: int, dtype: torch.dtype) -> str | None
         value_dim: V.
         dtype: Of queries, keys and values.
     """
+    return _reason(head_dim, value_dim, dtype)
+
+
+@cache
+def _reason(head_dim: int, value_dim: int, dtype: torch.dtype) -> str | None:
     if dtype not in DTYPES:
         return f"it takes fp32 and bf16, q is {dtype}"
     if head_dim % LANES or value_dim % LANES or not value_dim:

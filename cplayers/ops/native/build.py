@@ -1,8 +1,8 @@
 """Compiles a C file of this folder once per machine, and loads it.
 
-The library is kept in the user's cache folder, under a name made of all that it depends on: the source,
-the options, the compiler and the processor. Ranks that compile at the same time each write a file
-of their own and rename it, so that none loads a part of one.
+The library is kept in the user's cache folder, under a name made of all that it depends on: the
+source, the options, the compiler and the processor. Ranks that compile at the same time each write
+a file of their own and rename it, so that none loads a part of one.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def library(source: str, defines: tuple[str, ...]) -> ctypes.CDLL:
         raise BuildError(f"no C compiler is on the path ({', '.join(COMPILERS)})")
     path = Path(__file__).with_name(source)
     stat = Path(compiler).resolve().stat()
-    parts = (path.read_text(), defines, compiler, stat.st_size, stat.st_mtime_ns, _processor())
+    code = tuple([file.read_text() for file in (path, *sorted(path.parent.glob("*.h")))])
+    parts = (code, defines, OPTIONS, compiler, stat.st_size, stat.st_mtime_ns, _processor())
     name = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
     try:
         folder = _folder()

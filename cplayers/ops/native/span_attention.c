@@ -16,8 +16,8 @@
  *                 out += weights v        4 rows x 64 columns in registers
  *     merge the parts of a request (flash-decoding)
  *
- * Every key of a chunk is seen by some row; what lies in other slots is never read. Vectors are those
- * of GCC and Clang, 16 floats wide, which the compiler maps to what the processor has.
+ * Every key of a chunk is seen by some row; what lies in other slots is never read. While one chunk
+ * is worked on, the next is on its way to the cache: else a core waits for memory half the time.
  */
 
 #include <math.h>
@@ -25,7 +25,8 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define LANES 16
+#include "vectors.h"
+
 #define LINE 64 /* bytes of a cache line */
 #ifndef CHUNK
 #define CHUNK 16
@@ -36,105 +37,6 @@
 #define TILE 4 /* vectors of a row of out that are held in registers */
 #define MIN_PART 512 /* keys of a part, below which it does not pay to cut */
 #define PARTS_PER_THREAD 4
-
-typedef float vec __attribute__((vector_size(4 * LANES)));
-typedef float loose __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
-typedef int32_t ints __attribute__((vector_size(4 * LANES)));
-typedef uint32_t bits __attribute__((vector_size(4 * LANES)));
-
-#ifdef BF16
-typedef uint16_t elem;
-typedef uint16_t halves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
-static inline vec load(const elem *at) {
-    return (vec)(__builtin_convertvector(*(const halves *)at, bits) << 16);
-}
-static inline float widen(elem x) {
-    uint32_t wide = (uint32_t)x << 16;
-    float result;
-    memcpy(&result, &wide, 4);
-    return result;
-}
-static inline elem narrow(float x) { /* to nearest, ties to even */
-    uint32_t wide;
-    memcpy(&wide, &x, 4);
-    if ((wide & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
-    return (elem)((wide + 0x7fffu + ((wide >> 16) & 1u)) >> 16);
-}
-#else
-typedef float elem;
-static inline vec load(const elem *at) { return *(const loose *)at; }
-static inline float widen(elem x) { return x; }
-static inline elem narrow(float x) { return x; }
-#endif
-
-static inline vec load_floats(const float *at) { return *(const loose *)at; }
-static inline void store_floats(float *at, vec x) { *(loose *)at = x; }
-/* Keeps a vector in a register, where a compiler would read it from memory once more. */
-#ifdef __AVX512F__
-#define HOLD(x) __asm__("" : "+v"(x))
-#else
-#define HOLD(x)
-#endif
-static inline vec splat(float x) { return x - (vec){0}; }
-
-#if defined(__clang__) || __GNUC__ >= 12
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (ints){__VA_ARGS__})
-#endif
-
-/* Halves of a and b added up, then quarters, and so on: four steps add up 16 vectors of 16. */
-static inline vec fold8(vec a, vec b) {
-    return SHUFFLE(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           SHUFFLE(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-}
-static inline vec fold4(vec a, vec b) {
-    return SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-           SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-}
-static inline vec fold2(vec a, vec b) {
-    return SHUFFLE(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29) +
-           SHUFFLE(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31);
-}
-static inline vec fold1(vec a, vec b) {
-    return SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-           SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
-}
-
-/* e^x for x up to 80, within 2 units in the last place; 0 below -87, -infinity included. */
-static inline vec exponential(vec x) {
-    const vec magic = splat(12582912.0f); /* 1.5 * 2^23: adding it rounds to an integer */
-    ints tiny = x < -87.0f;
-    x = (vec)((ints)x & ~tiny);
-    vec n = (x * 1.44269504088896341f + magic) - magic;
-    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    vec p = splat(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * r * r + r + 1.0f;
-    ints power = (__builtin_convertvector(n, ints) + 127) << 23;
-    return (vec)((ints)(p * (vec)power) & ~tiny);
-}
-
-static inline vec larger(vec a, vec b) {
-    ints more = a > b;
-    return (vec)(((ints)a & more) | ((ints)b & ~more));
-}
-static inline float largest(vec x) {
-    x = larger(x, SHUFFLE(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
-    x = larger(x, SHUFFLE(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-    x = larger(x, SHUFFLE(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
-    x = larger(x, SHUFFLE(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
-    return x[0];
-}
-static inline float total(vec x) {
-    float sum = 0.0f;
-    for (int i = 0; i < LANES; i++) sum += x[i];
-    return sum;
-}
 
 /* scores[r][0..3] = q[r] . key[0..3]; meanwhile ahead[0..3] are on their way to the cache */
 static inline __attribute__((always_inline)) void dots(
@@ -194,7 +96,7 @@ static inline __attribute__((always_inline)) void columns(
         for (int j = 0; j < tile; j++) store_floats(out + r * VALUE_DIM + c + j * LANES, sum[r][j]);
 }
 
-/* Reference points of rows to the largest of their scores, what was summed so far along with them. */
+/* Moves rows' reference points to their largest scores, with what was summed so far. */
 static __attribute__((noinline)) void raise_tops(
     const int rows, float *out, float *top, vec *sum, const float *scores, const int padded) {
     for (int r = 0; r < rows; r++) {
@@ -275,7 +177,8 @@ static void place(
         const int64_t stop = i + size - offset < keys ? i + size - offset : keys;
         for (; i < stop; i++, at += stride) rows[i] = at;
     }
-    for (int i = keys > 0 ? (int)keys : 0; i < CHUNK; i++) rows[i] = keys > 0 ? rows[keys - 1] : base;
+    const elem *rest = keys > 0 ? rows[keys - 1] : base;
+    for (int i = keys > 0 ? (int)keys : 0; i < CHUNK; i++) rows[i] = rest;
 }
 
 /* Rows of one KV head of a request against the keys first..last: out [M, V], top and sum [M]. */
@@ -320,10 +223,6 @@ static int attend(
                 from[r] = w->lo[token] - start;
                 to[r] = w->hi[token] - start;
             }
-#define VISIT(n) \
-    case n: \
-        visit(n, q + m * HEAD_DIM, out + m * VALUE_DIM, top + m, sum + m, key, value, ahead, keys, from, to); \
-        break;
             /* the first rows bring in what comes next, for all */
             if (m == 0 && rows == ROWS)
                 visit(ROWS, 1, VISITED);
@@ -344,7 +243,8 @@ static int attend(
     return 0;
 }
 
-static void finish(const Work *w, int64_t token, int64_t n, const float *out, float top, float sum) {
+static void finish(
+    const Work *w, int64_t token, int64_t n, const float *out, float top, float sum) {
     elem *to = w->out + (token * w->num_heads + n) * VALUE_DIM;
     const float share = sum > 0.0f ? 1.0f / sum : 0.0f;
     for (int c = 0; c < VALUE_DIM; c++) to[c] = narrow(out[c] * share);
@@ -358,9 +258,10 @@ int span_attention(
     int64_t num_heads, int64_t num_kv_heads, int64_t block_size, int64_t table_row, int64_t q_row,
     int64_t q_head, int64_t k_head, int64_t k_slot, int64_t v_head, int64_t v_slot, float scale,
     int64_t threads) {
-    const Work w = {num_rows, num_heads, num_kv_heads, block_size, table_row, q_row, q_head, k_head,
-                    k_slot,   v_head,    v_slot,       q,          k,         v,     table,  request,
-                    lo,       hi,        scale,        out,        lse};
+    const Work w = {
+        num_rows, num_heads, num_kv_heads, block_size, table_row, q_row, q_head, k_head, k_slot,
+        v_head, v_slot, q, k, v, table, request, lo, hi, scale, out, lse,
+    };
     const int64_t group = num_heads / num_kv_heads;
     Request *requests = malloc((num_rows + 1) * sizeof(Request));
     if (requests == NULL) return 1;
@@ -389,7 +290,8 @@ int span_attention(
         const int64_t keys = requests[i].last - requests[i].first;
         requests[i].parts = keys > part ? (keys - 1) / part + 1 : 1;
         requests[i].partial = partials;
-        partials += requests[i].parts * (requests[i].row1 - requests[i].row0) * group * num_kv_heads;
+        const int64_t rows = (requests[i].row1 - requests[i].row0) * group;
+        partials += requests[i].parts * rows * num_kv_heads;
         tasks += requests[i].parts * num_kv_heads;
     }
     /* per task, in order of request, head, part: out [M, V], then top and sum [M] */
@@ -401,7 +303,7 @@ int span_attention(
         for (int64_t i = 0; i < count; i++)
             for (int64_t j = 0; j < requests[i].parts * num_kv_heads; j++, at++)
                 owner[2 * at] = i, owner[2 * at + 1] = j;
-#pragma omp parallel for schedule(dynamic, 1) num_threads((int)threads) if (threads > 1 && tasks > 1)
+#pragma omp parallel for schedule(dynamic, 1) num_threads((int)threads) if (threads > 1)
         for (int64_t task = 0; task < tasks; task++) {
             const Request *req = requests + owner[2 * task];
             const int64_t head = owner[2 * task + 1] / req->parts;
