@@ -9,19 +9,29 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cplayers.mesh.collectives import Wait
-from cplayers.mesh.health import Health
+from cplayers.mesh.world import Partition, World
 
 
 class Axis(NamedTuple):
-    """This rank's group of one axis; ``group`` and ``health`` are absent where it is alone."""
+    """This rank's group of one axis; ``world`` and ``group`` are absent where it is alone."""
 
     name: str
     ranks: tuple[int, ...]
     """Global ranks in topology order."""
     rank: int
     """Place of this rank among ``ranks``."""
-    group: dist.ProcessGroup | None = None
-    health: Health | None = None
+    partition: Partition = ()
+    """All groups of the axis."""
+    world: World | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group; asked of the world each time, because only torch keeps it alive.
+
+        Raises:
+            StateError: It has been destroyed.
+        """
+        return None if self.world is None else self.world.group(self.partition)
 
     def to_torch_order(self, rows: Tensor) -> Tensor:
         """Rows of the topology's order in the ascending rank order that torch groups have."""
@@ -33,9 +43,9 @@ class Axis(NamedTuple):
 
     def wait_for(self, x: Tensor, operation: str) -> Wait:
         """How a launched operation on x is finished: in slices on CPU, else left to the device."""
-        health = self.health
-        if health is None or x.device.type != "cpu":
+        if self.world is None or x.device.type != "cpu":
             return _wait_plainly
+        health = self.world.health
         what = f"{operation} over {self.name}"
         return lambda work: health.wait(work, self.ranks, what)
 

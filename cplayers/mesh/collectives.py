@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cplayers.mesh.lent import lend
+
 Wait = Callable[["dist.Work"], None]
 
 # torch 2.13 renamed these two and deprecates the old names. Chosen once, by feature.
@@ -62,6 +64,7 @@ def all_gather(x: Tensor, group: dist.ProcessGroup, wait: Wait) -> Tensor:
     n = group.size()
     sent = _flat_for_wire(x)
     received = sent.new_empty(n * sent.numel())
+    lend(received, sent)
     wait(cast("dist.Work", _all_gather_flat(received, sent, group=group, async_op=True)))
     return received.view(x.dtype).view(n, *x.shape)
 
@@ -70,6 +73,7 @@ def all_to_all(x: Tensor, group: dist.ProcessGroup, wait: Wait) -> Tensor:
     """Row i of x ``[n, ...]`` goes to member i; row i of the result came from member i."""
     sent = _flat_for_wire(x)
     received = torch.empty_like(sent)
+    lend(received, sent)
     wait(cast("dist.Work", dist.all_to_all_single(received, sent, group=group, async_op=True)))
     return received.view(x.dtype).view(x.shape)
 
@@ -103,6 +107,7 @@ def shift(x: Tensor, group: dist.ProcessGroup, wait: Wait, target: int, source: 
     sent = _flat_for_wire(x)
     received = torch.empty_like(sent)
     to, from_ = ([sent.numel() * (i == at) for i in range(group.size())] for at in (target, source))
+    lend(received, sent)
     work = dist.all_to_all_single(received, sent, from_, to, group=group, async_op=True)
     return Hop(received.view(x.dtype).view(x.shape), cast("dist.Work", work), wait, sent)
 
@@ -110,12 +115,10 @@ def shift(x: Tensor, group: dist.ProcessGroup, wait: Wait, target: int, source: 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, wait: Wait, operation: str) -> Tensor:
     """Sum or maximum of every member's x, in x's dtype where the backend can."""
     total = x.detach().to(_wire_dtype(x.dtype), copy=True, memory_format=torch.contiguous_format)
-    wait(
-        cast(
-            "dist.Work",
-            dist.all_reduce(total, op=_OPERATIONS[operation], group=group, async_op=True),
-        )
-    )
+    added = total.view(-1)  # lent in place of total, which is returned
+    lend(added)
+    op = _OPERATIONS[operation]
+    wait(cast("dist.Work", dist.all_reduce(added, op=op, group=group, async_op=True)))
     return total.to(x.dtype)
 
 

@@ -140,6 +140,7 @@ class CPMesh:
 
         Raises:
             ConfigError: The axis has size 1.
+            StateError: The group has been destroyed.
         """
         self.topology.size(axis)
         group = self._axes[axis].group
@@ -232,20 +233,15 @@ class CPMesh:
         ranks = next(group for group in partition if self.rank_global in group)
         if self._world is None or len(ranks) == 1:
             return Axis(axis, ranks, ranks.index(self.rank_global))
-        return Axis(
-            axis,
-            ranks,
-            ranks.index(self.rank_global),
-            self._world.group(partition),
-            self._world.health,
-        )
+        return Axis(axis, ranks, ranks.index(self.rank_global), partition, self._world)
 
     def _start(self, x: Tensor, axis: str, operation: str) -> Axis:
         """Check that the axis may be used, and record the traffic."""
         self.topology.size(axis)
         at = self._axes[axis]
-        if at.health is not None:
-            at.health.ready(self._replica)
+        if at.world is not None:
+            at.world.group(at.partition)  # raises where it is gone, before anything is recorded
+            at.world.health.ready(self._replica)
             self.traffic.record(axis, operation, sent_bytes(operation, x.nbytes, len(at.ranks)))
         return at
 
