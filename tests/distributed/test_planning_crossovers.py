@@ -1,13 +1,12 @@
 """Calibrated crossovers hold: at half of one the one choice wins, at twice the other, in one run.
 
 What is measured is a layer's whole step, by the same ranks that were calibrated a moment before.
-The contestants take turns, and the lower quartile of each counts, as in `calibrate`. Other work on
-the machine falsifies it: two ranks and two cores, and nothing else.
+The contestants take turns, and the fastest repeat of each counts, as in `calibrate`. It is for a
+machine with a core for each rank and nothing else to do.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -72,8 +71,8 @@ def step(mesh: CPMesh, context: int, new: int, combine: str = "a2a", prefill: st
     return run
 
 
-def quartiles(mesh: CPMesh, work: Sequence[Work], repeats: int) -> list[float]:
-    """Lower quartile of each one's seconds, taking turns; of the slowest rank."""
+def fastest(mesh: CPMesh, work: Sequence[Work], repeats: int) -> list[float]:
+    """Seconds of each one's fastest repeat, taking turns; of the slowest rank."""
     samples: list[list[float]] = [[] for _ in work]
     for repeat in range(repeats + 2):
         for run, taken in zip(work, samples, strict=True):
@@ -82,7 +81,7 @@ def quartiles(mesh: CPMesh, work: Sequence[Work], repeats: int) -> list[float]:
             run()
             if repeat >= 2:
                 taken.append(time.perf_counter() - start)
-    found = torch.tensor([statistics.quantiles(taken, n=4)[0] for taken in samples])
+    found = torch.tensor([min(taken) for taken in samples])
     return [float(x) for x in mesh.all_reduce(found, "pcp", op="max")]
 
 
@@ -99,22 +98,22 @@ def duels(path: str) -> tuple[Crossovers, list[Duel], list[Duel], list[Duel]]:
         return max(1, size // 2), 2 * size
 
     dcp = [
-        Duel(n, *quartiles(spread, [step(alone, n, 1), step(spread, n, 1)], 41))
+        Duel(n, *fastest(spread, [step(alone, n, 1), step(spread, n, 1)], 61))
         for n in around(predicted.dcp)
     ]
     gather_q = [
         Duel(
             n,
-            *quartiles(
+            *fastest(
                 spread,
                 [step(spread, n, CHUNK, prefill=how) for how in ("gather_kv", "gather_q")],
-                11,
+                15,
             ),
         )
         for n in around(predicted.gather_q)
     ]
     a2a = [
-        Duel(n, *quartiles(spread, [step(spread, 256, n, how) for how in ("ag_rs", "a2a")], 41))
+        Duel(n, *fastest(spread, [step(spread, 256, n, how) for how in ("ag_rs", "a2a")], 61))
         for n in around(predicted.a2a)
     ]
     return predicted, dcp, gather_q, a2a
