@@ -163,4 +163,13 @@ def paged_keys(
         request_rows = request_rows.repeat_interleave(torch.tensor(new))
     at, device = request_rows.to(view.device), view.device
     most = max(new, default=0)
-    return PagedKeys(table, view.layout.block_size, at, lo.to(device), hi.to(device), most)
+    causal = window is None and (most <= 1 or view.layout.cp_size == 1)
+    return PagedKeys(
+        table,
+        view.layout.block_size,
+        at,
+        lo.to(device),
+        hi.to(device),
+        most,
+        tuple(new) if causal else None,
+    )

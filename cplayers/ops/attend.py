@@ -86,7 +86,7 @@ def attend_paged(
     """
     q = q.detach()  # as what a cache holds is
     paged = select_paged(q, k_cache, v_cache, keys.most_rows, softcap, backend)
-    if paged is None or paged.paged is None:
+    if paged is None or paged.paged is None or not paged.takes(keys):
         return None
     return paged.paged(q, k_cache, v_cache, keys, scale=scale, softcap=softcap)
 

@@ -17,7 +17,7 @@ from cplayers.testing.conformance import BackendError, check_backend
 HALF = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 
 
-@pytest.mark.parametrize("backend", [*sorted(BACKENDS.keys() - {"triton"}), "auto"])
+@pytest.mark.parametrize("backend", [*sorted(BACKENDS.keys() - {"triton", "varlen"}), "auto"])
 def test_our_backends_conform(backend: str) -> None:
     wide = backend in ("cpu", "rows_cpu")
     check_backend(

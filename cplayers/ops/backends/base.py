@@ -40,6 +40,9 @@ class PagedKeys(NamedTuple):
         lo: First key that each row sees, counted in its request, int64 `[T]`.
         hi: One past the last, int64 `[T]`.
         most_rows: Most rows of a request.
+        causal_rows: Rows of each request, in their order, where the plan knows without a look at
+            lo and hi that every row sees the keys from 0 on, the last one of a request all up to
+            its hi and each before it one less; else ``None``.
     """
 
     block_table: Tensor
@@ -48,6 +51,7 @@ class PagedKeys(NamedTuple):
     lo: Tensor
     hi: Tensor
     most_rows: int
+    causal_rows: tuple[int, ...] | None = None
 
 
 class RunPaged(Protocol):
@@ -78,6 +82,7 @@ class Backend(NamedTuple):
             is called for each run of consecutive blocks.
         pays: ``pays(most_rows, N, K)`` says whether ``paged`` is the fastest for requests of up to
             so many rows; only ``"auto"`` asks.
+        takes: ``takes(keys)`` says whether ``paged`` can do a step; if not, it is as without one.
     """
 
     name: str
@@ -85,3 +90,4 @@ class Backend(NamedTuple):
     refuse: Callable[[Tensor, Tensor, Tensor, float | None], str | None]
     paged: RunPaged | None = None
     pays: Callable[[int, int, int], bool] = lambda most_rows, num_heads, num_kv_heads: True
+    takes: Callable[[PagedKeys], bool] = lambda keys: True

@@ -48,7 +48,7 @@ class Launch(NamedTuple):
             raise ConfigError(
                 f"tensors on {device}",
                 "Triton kernels run on CUDA devices",
-                "move the tensors to a GPU, or use the function of the same name in cplayers.ops.plain",
+                "move the tensors to a GPU, or use what has the same name in cplayers.ops.plain",
             )
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             self.kernel[self.grid](**self.args, **self.constants, **self.options)
