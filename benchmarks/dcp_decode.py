@@ -52,7 +52,7 @@ def contestants(
     before = _BeforeOutput(layer)
 
     def step() -> Any:
-        return visit(q, (k, v), cached, layer.scoring, how, mesh)
+        return visit(q, lambda: (k, v), cached, layer.scoring, how, mesh)
 
     shards = planes(cache)
     weights = [layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight]

@@ -39,6 +39,7 @@ class Setup:
     hidden: int = 10
     q_proj: str = "gather"
     combine: str = "a2a"
+    overlap: bool = False
     interleave: int = 1
     block: int = 4
     bias: bool = False
@@ -244,6 +245,7 @@ def build_layer(setup: Setup, mesh: CPMesh) -> DCPGQAAttention:
         head_dim=setup.head_dim,
         mode=setup.q_proj,
         combine=setup.combine,
+        overlap=setup.overlap,
         window=setup.window,
         softcap=setup.softcap,
         sinks=nn.Parameter(w["sinks"]) if setup.sinks else None,

@@ -42,6 +42,7 @@ class Setup:
     hidden: int = 11
     decode: str = "gather_q"
     combine: str = "a2a"
+    overlap: bool = False
     interleave: int = 1
     block: int = 4
     num_blocks: int = 400
@@ -61,7 +62,7 @@ class Setup:
         """The same layer, spread over nothing: all that the reference depends on."""
         default = Setup()
         names = (
-            *("topology", "decode", "combine", "interleave", "block", "num_blocks"),
+            *("topology", "decode", "combine", "overlap", "interleave", "block", "num_blocks"),
             *("prefill", "workspace_tokens", "max_decode_tokens", "layer_idx", "dtype"),
         )
         return replace(self, **{name: getattr(default, name) for name in names})
@@ -209,6 +210,7 @@ def options(setup: Setup, mesh: CPMesh) -> dict[str, Any]:
         "layer_idx": setup.layer_idx,
         "decode": setup.decode,
         "combine": setup.combine,
+        "overlap": setup.overlap,
         "prefill": PCPPrefillAttention(
             setup.prefill, workspace_tokens=setup.workspace_tokens, mesh=mesh
         ),

@@ -1,9 +1,9 @@
 """Context-parallel attention layers and the pieces they are composed of."""
 
-from cplayers.attention.combine import Combine, combine
+from cplayers.attention.combine import Combine, combine, start_combine
 from cplayers.attention.costs import Sizes, combine_bytes
 from cplayers.attention.gather_kv import attend_context, attend_new
-from cplayers.attention.gather_q import Visit, attend_cached, bring_queries, visit
+from cplayers.attention.gather_q import Visit, attend_cached, send_queries, visit
 from cplayers.attention.gqa import DCPGQAAttention
 from cplayers.attention.heads import HeadShard, head_shard
 from cplayers.attention.linear import GatheredLinear, RowParallelLinear
@@ -31,11 +31,12 @@ __all__ = [
     "attend_cached",
     "attend_context",
     "attend_new",
-    "bring_queries",
     "combine",
     "combine_bytes",
     "gather_rows",
     "head_shard",
+    "send_queries",
+    "start_combine",
     "take_rows",
     "visit",
 ]

@@ -19,6 +19,7 @@ outputs). ``ar`` gives every rank all heads and is the choice where that is want
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple, get_args
 
 from einops import rearrange
@@ -63,15 +64,33 @@ def combine(
     Raises:
         ConfigError: On an unknown ``how``.
     """
+    return start_combine(partial, mesh, how, prefill)()
+
+
+def start_combine(
+    partial: Partial, mesh: CPMesh, how: Combine, prefill: Prefill | None = None
+) -> Callable[[], Partial]:
+    """The same, of which ``a2a`` is on its way when this returns; the result waits for it.
+
+    Args:
+        partial: As for `combine`.
+        mesh: The ranks.
+        how: See the module's table.
+        prefill: As for `combine`.
+    """
     require_combine(how)
     if mesh.size("dcp") == 1:
-        return partial
+        return lambda: partial
     share = _Share(mesh, prefill if mesh.size("pcp") > 1 else None)
     if how == "a2a":
         packed = pack(partial, parts=mesh.size("dcp_tp"))
-        received = mesh.all_to_all(share.chunks(packed), "dcp")
-        out, lse = merge_packed(received, partial.out.dtype)
-        return Partial(share.unpad(out), share.unpad(lse))
+        hop, dtype = mesh.start_all_to_all(share.chunks(packed), "dcp"), partial.out.dtype
+
+        def merged() -> Partial:
+            out, lse = merge_packed(hop.wait(), dtype)
+            return Partial(share.unpad(out), share.unpad(lse))
+
+        return merged
     weights, lse = scale_weights(mesh.all_gather(partial.lse, "dcp"))
     scaled = weigh(partial.out, weights[mesh.rank("dcp")])  # in fp32 or better
     if how == "ag_rs":
@@ -79,7 +98,8 @@ def combine(
         out = share.unpad(mesh.reduce_scatter(share.chunks(parts), "dcp"))
     else:
         out = share.own(mesh.all_reduce(scaled, "dcp"))
-    return Partial(out.to(partial.out.dtype), share.own(lse))
+    result = Partial(out.to(partial.out.dtype), share.own(lse))
+    return lambda: result
 
 
 class _Share(NamedTuple):

@@ -23,9 +23,10 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from cplayers.attention.combine import Combine, combine
+from cplayers.attention.combine import Combine, start_combine
 from cplayers.attention.planes import CachedLayer, Planes, columns, elements, token_major
 from cplayers.attention.scoring import Scoring
+from cplayers.cache import StepPlan
 from cplayers.cache.prefill import Prefill
 from cplayers.cache.reads import Read
 from cplayers.mesh import CPMesh
@@ -39,16 +40,19 @@ class Visit(NamedTuple):
         combine: How partial outputs are combined.
         replicated: Whether queries are those of the group's heads already (TPA).
         before: Applied to partial outputs `[T, kn, V]` before they are combined, or ``None``.
+        halves: Whether decode rows are attended to in two parts, the results of the first being
+            combined by ``"a2a"`` while the second is attended to (Helix, arXiv:2507.07120).
     """
 
     combine: Combine = "a2a"
     replicated: bool = False
     before: Callable[[Tensor], Tensor] | None = None
+    halves: bool = False
 
 
 def visit(
     q: Tensor,
-    planes: Planes,
+    planes: Callable[[], Planes],
     cached: CachedLayer,
     scoring: Scoring,
     how: Visit,
@@ -59,7 +63,7 @@ def visit(
 
     Args:
         q: Queries of own rows `[T, n, H]`, or `[T, kn, H]` where they are replicated.
-        planes: What the cache stores of the rows.
+        planes: Gives what the cache stores of the rows; called once queries are on their way.
         cached: The layer.
         scoring: How keys are scored.
         how: How queries travel and results come back.
@@ -70,25 +74,44 @@ def visit(
         Own rows and heads: out `[T, n, V]`, lse `[T, n]`.
     """
     cache, plan, layer = cached
+    queries = send_queries(q, mesh, prefill, replicated=how.replicated)
     if prefill is None:
-        cache.write(plan, layer, plan.decode_writes, *planes)
+        cache.write(plan, layer, plan.decode_writes, *planes())
+    elif mesh.size("pcp") == 1:
+        cache.write(plan, layer, plan.prefill_writes[0], *planes())
     else:
-        if mesh.size("pcp") == 1:
-            cache.write(plan, layer, plan.prefill_writes[0], *planes)
-        else:
-            arrived = _exchange(planes, prefill, mesh)
-            cache.write(plan, layer, prefill.exchange.writes, *arrived)
-    q = bring_queries(q, mesh, prefill, replicated=how.replicated)
-    out, lse = attend_cached(q, cached, scoring, prefill)
-    if how.before is not None:
-        out = how.before(out)
-    return combine(Partial(out, lse), mesh, how.combine, prefill)
+        arrived = _exchange(planes(), prefill, mesh)
+        cache.write(plan, layer, prefill.exchange.writes, *arrived)
+    q = queries()
+    results = []
+    for rows in _parts(plan, mesh, how) if prefill is None else (None,):
+        out, lse = attend_cached(q, cached, scoring, prefill, rows)
+        if how.before is not None:
+            out = how.before(out)
+        results.append(start_combine(Partial(out, lse), mesh, how.combine, prefill))
+    parts = [result() for result in results]
+    if len(parts) == 1:
+        return parts[0]
+    return Partial(torch.cat([part.out for part in parts]), torch.cat([part.lse for part in parts]))
 
 
-def bring_queries(
+def _parts(plan: StepPlan, mesh: CPMesh, how: Visit) -> tuple[slice | None, ...]:
+    """Decode rows in two parts that take about as long, or ``None``, all of them.
+
+    The same on all ranks of the group: it depends on lengths over all ranks alone.
+    """
+    if not how.halves or how.combine != "a2a" or mesh.size("dcp") == 1:
+        return (None,)
+    middle = plan.middle
+    return (None,) if middle is None else (slice(middle), slice(middle, plan.num_decode))
+
+
+def send_queries(
     q: Tensor, mesh: CPMesh, prefill: Prefill | None, *, replicated: bool = False
-) -> Tensor:
+) -> Callable[[], Tensor]:
     """Queries of own rows and heads to those with which every rank of the group attends.
+
+    They are on their way when this returns; the result waits for them.
 
     Args:
         q: `[T, n, H]`, or `[T, kn, H]` where they are replicated.
@@ -97,25 +120,28 @@ def bring_queries(
         replicated: Whether q has the group's heads already.
 
     Returns:
-        `[T, kn, H]` for decode rows, all packed tokens `[F, kn, H]` for prefill.
+        Gives `[T, kn, H]` for decode rows, all packed tokens `[F, kn, H]` for prefill.
     """
-    spread = prefill is not None and mesh.size("pcp") > 1
-    if not spread:
+    if prefill is None or mesh.size("pcp") == 1:
         axis = "dcp" if mesh.size("pcp") == 1 else "dcp_tp"
         if replicated or mesh.size(axis) == 1:
-            return q
-        return rearrange(mesh.all_gather(q, axis), "k t n h -> t (k n) h")
-    assert prefill is not None
+            return lambda: q
+        hop = mesh.start_all_gather(q, axis)
+        return lambda: rearrange(hop.wait(), "k t n h -> t (k n) h")
     padded = q.new_zeros(prefill.width, *q.shape[1:])
     padded[: len(q)] = q
-    gathered = mesh.all_gather(padded, "pcp" if replicated else "dcp")
+    hop = mesh.start_all_gather(padded, "pcp" if replicated else "dcp")
     # members are tp-major, pcp-minor (`Topology.groups`)
-    p = mesh.size("pcp")
-    return rearrange(gathered, "(k p) w n h -> (p w) (k n) h", p=p)[prefill.place]
+    p, place = mesh.size("pcp"), prefill.place
+    return lambda: rearrange(hop.wait(), "(k p) w n h -> (p w) (k n) h", p=p)[place]
 
 
 def attend_cached(
-    q: Tensor, cached: CachedLayer, scoring: Scoring, prefill: Prefill | None = None
+    q: Tensor,
+    cached: CachedLayer,
+    scoring: Scoring,
+    prefill: Prefill | None = None,
+    rows: slice | None = None,
 ) -> Partial:
     """Partial attention of rows to the keys on this rank.
 
@@ -126,6 +152,7 @@ def attend_cached(
         cached: The layer, which holds this step's keys already.
         scoring: How keys are scored.
         prefill: ``plan.prefill`` where the rows are its packed tokens; ``None`` for decode rows.
+        rows: Of these rows only some; ``None``: all.
 
     Returns:
         out `[T, N, V]`, lse `[T, N]`; (0, -inf) for rows whose keys are all on other ranks.
@@ -133,28 +160,37 @@ def attend_cached(
     cache, plan, layer = cached
     part = plan if prefill is None else prefill
     stores = cache.spec.keys_values(cache.storage.stores(layer))
-    partial = scoring.attend_paged(q, *stores, part.paged(scoring.window))
-    return _read_by_read(q, cached, scoring, part.reads) if partial is None else partial
+    keys = part.paged(scoring.window)
+    wanted, seen = (q, keys) if rows is None else (q[rows], keys.part(rows))
+    partial = scoring.attend_paged(wanted, *stores, seen)
+    if partial is not None:
+        return partial
+    reads = part.reads(scoring.window)
+    if rows is not None:  # they are those of whole requests
+        reads = tuple([read for read in reads if (rows.start or 0) <= read.row0 < rows.stop])
+    first = 0 if rows is None else rows.start or 0
+    return _read_by_read(wanted, cached, scoring, reads, first)
 
 
 def _read_by_read(
     q: Tensor,
     cached: CachedLayer,
     scoring: Scoring,
-    reads_of: Callable[[int | None], Sequence[Read]],
+    reads: Sequence[Read],
+    first: int,
 ) -> Partial:
+    """Rows from ``first`` on."""
     cache, _, layer = cached
     spec, storage, block_size = cache.spec, cache.storage, cache.layout.block_size
-    reads = reads_of(scoring.window)
     rows: list[Partial] = []
     done, i = 0, 0
     while i < len(reads):
-        row0, row1 = reads[i].row0, reads[i].row1
+        row0, row1 = reads[i].row0 - first, reads[i].row1 - first
         if done < row0:
             rows.append(_nothing(q[done:row0], cached))
         part = q if row0 == 0 and row1 == len(q) else q[row0:row1]
         parts = []
-        while i < len(reads) and reads[i].row0 == row0:
+        while i < len(reads) and reads[i].row0 - first == row0:
             read = reads[i]
             keys, values = spec.keys_values(storage.read(layer, read, block_size))
             parts.append(scoring.attend(part, keys, values, read))

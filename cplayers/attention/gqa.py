@@ -34,7 +34,7 @@ from cplayers.attention.combine import Combine
 from cplayers.attention.costs import Sizes
 from cplayers.attention.gather_q import Visit, visit
 from cplayers.attention.heads import head_shard
-from cplayers.attention.layer import CachedAttention, Rows
+from cplayers.attention.layer import CachedAttention, Once, Rows
 from cplayers.attention.linear import RowParallelLinear, adopt
 from cplayers.attention.planes import CachedLayer, Planes
 from cplayers.attention.prefill import PCPPrefillAttention
@@ -61,6 +61,8 @@ class DCPGQAAttention(CachedAttention):
         q_proj: ``"gather"`` projects own heads and gathers the group's when decoding; ``"tpa"``
             projects the group's heads on each of its ranks (`TPAQProj`).
         combine: How partial outputs are combined, see `cplayers.attention.combine`.
+        overlap: Whether decode rows are attended to in two halves, the results of one travelling
+            while the other is attended to; for ``"a2a"``, see `Visit.halves`.
         prefill: Core for prompts; by default a `PCPPrefillAttention` with strategy ``"auto"``.
         backend: Local attention backend, see `cplayers.ops.attend`.
         window: Sliding window in tokens: a query at p sees p - window + 1 .. p; ``None``: all.
@@ -87,6 +89,7 @@ class DCPGQAAttention(CachedAttention):
         layer_idx: int,
         q_proj: QProj = "gather",
         combine: Combine = "a2a",
+        overlap: bool = False,
         prefill: PCPPrefillAttention | None = None,
         backend: str = "auto",
         window: int | None = None,
@@ -116,6 +119,7 @@ class DCPGQAAttention(CachedAttention):
         self.hidden_size, self.head_dim, self.value_dim = hidden_size, head_dim, head_dim
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.layer_idx, self.combine, self.mesh = layer_idx, combine, mesh
+        self.overlap = overlap
         scale = head_dim**-0.5 if scale is None else scale
         self.scoring = Scoring(scale, softcap, window, backend)
         self.heads = head_shard(
@@ -161,8 +165,11 @@ class DCPGQAAttention(CachedAttention):
         return [(self.head_dim, self.head_dim, False)]
 
     def _project(self, x: Tensor, cos: Tensor, sin: Tensor) -> Rows:
-        k = self._heads(self.k_proj(x), self.k_norm, cos, sin)
-        return Rows(x, cos, sin, (k, self._split(self.v_proj(x))))
+        def planes() -> tuple[Tensor, ...]:
+            k = self._heads(self.k_proj(x), self.k_norm, cos, sin)
+            return k, self._split(self.v_proj(x))
+
+        return Rows(x, cos, sin, Once(planes))
 
     def _decode(self, rows: Rows, layer: CachedLayer) -> Partial:
         return self._visit(rows, layer, None)
@@ -174,11 +181,11 @@ class DCPGQAAttention(CachedAttention):
         project = self.q_proj.own if isinstance(self.q_proj, TPAQProj) else self.q_proj
         q = self._heads(project(rows.x), self.q_norm, rows.cos, rows.sin)
         scoring, expand = self.scoring, self._read_by_own
-        return self.prefill.fetch(q, rows.planes, prefill, strategy, scoring, expand, layer)
+        return self.prefill.fetch(q, rows.planes(), prefill, strategy, scoring, expand, layer)
 
     def _visit(self, rows: Rows, layer: CachedLayer, prefill: Prefill | None) -> Partial:
         q = self._heads(self.q_proj(rows.x), self.q_norm, rows.cos, rows.sin)
-        how = Visit(self.combine, isinstance(self.q_proj, TPAQProj))
+        how = Visit(self.combine, isinstance(self.q_proj, TPAQProj), halves=self.overlap)
         return visit(q, rows.planes, layer, self.scoring, how, self.mesh, prefill)
 
     def _read_by_own(self, planes: Planes) -> tuple[Tensor, Tensor]:

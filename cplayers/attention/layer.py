@@ -9,6 +9,7 @@ y       = o_proj(out)                  # all-reduce over tp
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -29,27 +30,46 @@ from cplayers.ops import Partial, add_sink
 from cplayers.ops.attend import require_fit
 
 
+class Once:
+    """A value that is computed when it is first asked for.
+
+    Args:
+        compute: How.
+    """
+
+    def __init__(self, compute: Callable[[], tuple[Tensor, ...]]) -> None:
+        self._compute = compute
+        self._value: tuple[Tensor, ...] | None = None
+
+    def __call__(self) -> tuple[Tensor, ...]:
+        """The value."""
+        if self._value is None:
+            self._value = self._compute()
+        return self._value
+
+
 class Rows(NamedTuple):
-    """What a layer has projected for its rows.
+    """What a layer projects for its rows.
 
     Attributes:
         x: What the queries are projected from `[T, hidden]`.
         cos: Rotary embedding `[T, R]`.
         sin: Likewise.
-        planes: What the cache will store, `[T, heads, dim]` each.
+        planes: What the cache will store, `[T, heads, dim]` each; projected when it is asked for,
+            so that queries can be on their way meanwhile.
     """
 
     x: Tensor
     cos: Tensor
     sin: Tensor
-    planes: tuple[Tensor, ...]
+    planes: Callable[[], tuple[Tensor, ...]]
 
     def part(self, start: int, stop: int) -> Rows:
         """Rows ``start..stop``; the same object where these are all."""
         if start == 0 and stop == len(self.x):
             return self
         x, cos, sin = (t[start:stop] for t in self[:3])
-        return Rows(x, cos, sin, tuple([plane[start:stop] for plane in self.planes]))
+        return Rows(x, cos, sin, lambda: tuple([plane[start:stop] for plane in self.planes()]))
 
 
 def require_spread(cache: PagedKVCache, mesh: CPMesh) -> None:
@@ -75,6 +95,7 @@ class CachedAttention(nn.Module):
         value_dim: Dimension of a head's output.
         scoring: How keys are scored.
         combine: How partial outputs are combined.
+        overlap: Whether that overlaps with attention.
         prefill: Core for prompts.
         sinks: Logit of a key without a value, one per own head `[n]`, or ``None``.
         o_proj: Output projection.
@@ -86,6 +107,7 @@ class CachedAttention(nn.Module):
     value_dim: int
     scoring: Scoring
     combine: Combine
+    overlap: bool
     prefill: PCPPrefillAttention
     sinks: nn.Parameter | None
     o_proj: RowParallelLinear
@@ -192,7 +214,10 @@ class CachedAttention(nn.Module):
 
     @abstractmethod
     def _project(self, x: Tensor, cos: Tensor, sin: Tensor) -> Rows:
-        """What the cache stores of the rows, and what their queries are projected from."""
+        """What the cache stores of the rows, and what their queries are projected from.
+
+        No collective may depend on when the former is asked for.
+        """
 
     @abstractmethod
     def _decode(self, rows: Rows, layer: CachedLayer) -> Partial:

@@ -95,6 +95,8 @@ class DCPMLAAttention(MLAProjections):
             ``"replicate_q"``, ``"gather_kv"``, or ``"auto"``, which takes gather_q or gather_kv
             per step, whichever sends fewer bytes.
         combine: How partial outputs are combined, see `cplayers.attention.combine`.
+        overlap: Whether decode rows are attended to in two halves, the results of one travelling
+            while the other is attended to; for ``"a2a"``, see `Visit.halves`.
         prefill: Core for prompts; its ``workspace_tokens`` also bound the pieces of gather_kv.
         backend: Local attention backend, see `cplayers.ops.attend`.
         softcap: Soft cap on the logits, or ``None``.
@@ -125,6 +127,7 @@ class DCPMLAAttention(MLAProjections):
         layer_idx: int,
         decode: Decode = "gather_q",
         combine: Combine = "a2a",
+        overlap: bool = False,
         prefill: PCPPrefillAttention | None = None,
         backend: str = "auto",
         softcap: float | None = None,
@@ -173,6 +176,7 @@ class DCPMLAAttention(MLAProjections):
             mesh=mesh,
         )
         self.layer_idx, self.decode, self.combine = layer_idx, decode, combine
+        self.overlap = overlap
         if scale is None:
             scale = (self.nope_dim + self.rope_dim) ** -0.5
             scale *= yarn_mscale(yarn_factor, yarn_mscale_all_dim) ** 2
@@ -217,7 +221,7 @@ class DCPMLAAttention(MLAProjections):
     def _decode(self, rows: Rows, layer: CachedLayer) -> Partial:
         if self.decode_strategy(layer.plan) != "gather_kv":
             return self._visit(rows, layer, None)
-        layer.cache.write(layer.plan, self.layer_idx, layer.plan.decode_writes, *rows.planes)
+        layer.cache.write(layer.plan, self.layer_idx, layer.plan.decode_writes, *rows.planes())
         form, context = self._own_form(rows), layer.plan.decode_context
         workspace = self.prefill.workspace_tokens
         merged = merge_stream(
@@ -232,7 +236,7 @@ class DCPMLAAttention(MLAProjections):
             return self._visit(rows, layer, prefill)
         form = self._own_form(rows)
         out, lse = self.prefill.fetch(
-            form.q, rows.planes, prefill, strategy, self.scoring, form.expand, layer
+            form.q, rows.planes(), prefill, strategy, self.scoring, form.expand, layer
         )
         return Partial(form.finish(out), lse)
 
@@ -240,7 +244,8 @@ class DCPMLAAttention(MLAProjections):
         """The queries go into the latent and visit the stored rows of every rank."""
         up = self._up(own=not self.replicate)
         q = up.absorb(*self._queries(rows, own=not self.replicate))
-        how = Visit(self.combine, self.replicate, up.values if self.replicate else None)
+        before = up.values if self.replicate else None
+        how = Visit(self.combine, self.replicate, before, self.overlap)
         out, lse = visit(q, rows.planes, layer, self.scoring, how, self.mesh, prefill)
         return Partial(out if self.replicate else up.values(out), lse)
 

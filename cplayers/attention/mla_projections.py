@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cplayers.attention.heads import head_shard
 from cplayers.attention.latent import UpProjection
-from cplayers.attention.layer import CachedAttention, Rows
+from cplayers.attention.layer import CachedAttention, Once, Rows
 from cplayers.attention.linear import RowParallelLinear, adopt
 from cplayers.attention.tpa import TPAQProj
 from cplayers.cache import MLASpec
@@ -101,12 +101,15 @@ class MLAProjections(CachedAttention):
         return [absorbed, (self.nope_dim + self.rope_dim, self.value_dim, False)]
 
     def _project(self, x: Tensor, cos: Tensor, sin: Tensor) -> Rows:
-        latent, rope = self.kv_a_proj_with_mqa(x).tensor_split([self.kv_lora_rank], dim=-1)
-        rope = self._rope(rope.unsqueeze(1), cos, sin)
-        stored = torch.cat([self.kv_a_layernorm(latent).unsqueeze(1), rope], dim=-1)
+        def planes() -> tuple[Tensor, ...]:
+            latent, rope = self.kv_a_proj_with_mqa(x).tensor_split([self.kv_lora_rank], dim=-1)
+            rope = self._rope(rope.unsqueeze(1), cos, sin)
+            return (torch.cat([self.kv_a_layernorm(latent).unsqueeze(1), rope], dim=-1),)
+
+        latent_q = x
         if self.q_a_proj is not None and self.q_a_layernorm is not None:
-            x = self.q_a_layernorm(self.q_a_proj(x))
-        return Rows(x, cos, sin, (stored,))
+            latent_q = self.q_a_layernorm(self.q_a_proj(x))
+        return Rows(latent_q, cos, sin, Once(planes))
 
     def _queries(self, rows: Rows, *, own: bool) -> tuple[Tensor, Tensor]:
         """Queries without position `[T, heads, P]`, and rotated ones `[T, heads, R]`."""

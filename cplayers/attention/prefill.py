@@ -199,7 +199,7 @@ class PCPPrefillAttention(nn.Module):
             )
         if strategy == "gather_q":
             assert cached is not None
-            return visit(q, planes, cached, scoring, how, self.mesh, prefill)
+            return visit(q, lambda: planes, cached, scoring, how, self.mesh, prefill)
         return self.fetch(q, planes, prefill, strategy, scoring, expand or _as_they_are, cached)
 
     def fetch(

@@ -147,6 +147,22 @@ class StepPlan:
         return "\n".join(lines)
 
     @cached_property
+    def middle(self) -> int | None:
+        """Decode row that begins the second half of their work, between two requests.
+
+        ``None`` if there is but one request. It depends on lengths over all ranks alone.
+        """
+        ends: list[tuple[int, int]] = []  # rows and keys up to each request that has rows
+        rows = keys = 0
+        for request in self._requests[: self._num_decoding]:
+            rows, keys = rows + request.new, keys + request.new * (request.cached + request.new)
+            if request.new:
+                ends.append((rows, keys))
+        if len(ends) < 2:
+            return None
+        return min(ends[:-1], key=lambda end: abs(2 * end[1] - keys))[0]
+
+    @cached_property
     def decode_context(self) -> Context:
         """The keys of the requests that decode, this step's included, which are in the cache."""
         sources, row1 = [], 0

@@ -56,6 +56,7 @@ class GQAConf:
     _partial_: bool = True
     q_proj: str = "gather"
     combine: str = "a2a"
+    overlap: bool = False
     backend: str = "auto"
     window: int | None = None
     softcap: float | None = None
@@ -75,6 +76,7 @@ class MLAConf:
     _partial_: bool = True
     decode: str = "gather_q"
     combine: str = "a2a"
+    overlap: bool = False
     backend: str = "auto"
     softcap: float | None = None
     scale: float | None = None

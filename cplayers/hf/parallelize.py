@@ -29,6 +29,7 @@ def parallelize(
     cache: CacheConfig | None = None,
     q_proj: QProj = "gather",
     combine: Combine = "a2a",
+    overlap: bool = False,
     decode: str | None = None,
     prefill: str = "auto",
     workspace_tokens: int = WORKSPACE_TOKENS,
@@ -55,6 +56,8 @@ def parallelize(
         q_proj: ``"gather"`` or ``"tpa"``, see `DCPGQAAttention`; with latent attention ``"tpa"`` is
             ``decode="replicate_q"``.
         combine: ``"a2a"``, ``"ag_rs"`` or ``"ar"``, see `cplayers.attention.combine`.
+        overlap: Whether decode rows are attended to in two halves, the results of one travelling
+            while the other is attended to, see `DCPGQAAttention`.
         decode: For latent attention (MLA) only: ``"gather_q"``, ``"replicate_q"``, ``"gather_kv"``
             or ``"auto"``, see `DCPMLAAttention`. ``None`` is ``"auto"``, or as ``q_proj`` says.
         prefill: Strategy of `PCPPrefillAttention`.
@@ -110,6 +113,7 @@ def parallelize(
             module,
             mesh,
             combine=combine,
+            overlap=overlap,
             prefill=PCPPrefillAttention(prefill, **core),
             backend=backend,
             **query,

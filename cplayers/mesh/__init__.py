@@ -1,7 +1,9 @@
 """Who the ranks are, and how they talk: Topology, its judge, and collectives by axis."""
 
+from cplayers.mesh.exchange import exchange, gather_bytes
 from cplayers.mesh.mesh import CPMesh
 from cplayers.mesh.ring import Ring
+from cplayers.mesh.subset import meshes_over, regroup
 from cplayers.mesh.topology import AXES, Coords, Topology
 from cplayers.mesh.traffic import TrafficLog, TrafficRecord
 from cplayers.mesh.validate import legal_dcp, validate
@@ -14,6 +16,10 @@ __all__ = [
     "Topology",
     "TrafficLog",
     "TrafficRecord",
+    "exchange",
+    "gather_bytes",
     "legal_dcp",
+    "meshes_over",
+    "regroup",
     "validate",
 ]

@@ -16,6 +16,7 @@ from torch import Tensor
 from cplayers.mesh.lent import lend
 
 Wait = Callable[["dist.Work"], None]
+Order = Callable[[Tensor], Tensor] | None
 
 # torch 2.13 renamed these two and deprecates the old names. Chosen once, by feature.
 _all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -29,13 +30,14 @@ _OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 class Hop:
-    """A tensor on its way; see `CPMesh.shift`.
+    """A tensor on its way; see `CPMesh.shift`, `CPMesh.start_all_gather` and its like.
 
     Args:
         received: Where it arrives.
         work: The operation, or ``None`` where nothing travels.
         wait: How the operation is finished.
         sent: What was sent, which must live until then.
+        order: What is done to it on arrival, or ``None``.
     """
 
     def __init__(
@@ -44,8 +46,10 @@ class Hop:
         work: dist.Work | None = None,
         wait: Wait | None = None,
         sent: Tensor | None = None,
+        order: Order = None,
     ) -> None:
         self._received, self._work, self._wait, self._sent = received, work, wait, sent
+        self._order = order
 
     def wait(self) -> Tensor:
         """What arrived; further calls return it again.
@@ -55,27 +59,29 @@ class Hop:
         """
         if self._work is not None and self._wait is not None:
             self._wait(self._work)
-        self._work = self._sent = None
+        if self._order is not None:
+            self._received = self._order(self._received)
+        self._work = self._sent = self._order = None
         return self._received
 
 
-def all_gather(x: Tensor, group: dist.ProcessGroup, wait: Wait) -> Tensor:
-    """Every member's x, stacked: ``[n, *x.shape]``."""
+def all_gather(x: Tensor, group: dist.ProcessGroup, wait: Wait, order: Order) -> Hop:
+    """Launch a gather of every member's x, stacked: ``[n, *x.shape]``."""
     n = group.size()
     sent = _flat_for_wire(x)
     received = sent.new_empty(n * sent.numel())
     lend(received, sent)
-    wait(cast("dist.Work", _all_gather_flat(received, sent, group=group, async_op=True)))
-    return received.view(x.dtype).view(n, *x.shape)
+    work = cast("dist.Work", _all_gather_flat(received, sent, group=group, async_op=True))
+    return Hop(received.view(x.dtype).view(n, *x.shape), work, wait, sent, order)
 
 
-def all_to_all(x: Tensor, group: dist.ProcessGroup, wait: Wait) -> Tensor:
-    """Row i of x ``[n, ...]`` goes to member i; row i of the result came from member i."""
+def all_to_all(x: Tensor, group: dist.ProcessGroup, wait: Wait, order: Order = None) -> Hop:
+    """Launch row i of x ``[n, ...]`` to member i; row i of the result came from member i."""
     sent = _flat_for_wire(x)
     received = torch.empty_like(sent)
     lend(received, sent)
-    wait(cast("dist.Work", dist.all_to_all_single(received, sent, group=group, async_op=True)))
-    return received.view(x.dtype).view(x.shape)
+    work = cast("dist.Work", dist.all_to_all_single(received, sent, group=group, async_op=True))
+    return Hop(received.view(x.dtype).view(x.shape), work, wait, sent, order)
 
 
 def reduce_scatter(x: Tensor, group: dist.ProcessGroup, wait: Wait) -> Tensor:
@@ -85,7 +91,7 @@ def reduce_scatter(x: Tensor, group: dist.ProcessGroup, wait: Wait) -> Tensor:
     gloo's own reduce-scatter is an all-reduce of everything, of which most is then dropped.
     """
     if x.device.type == "cpu":
-        rows = all_to_all(x, group, wait)
+        rows = all_to_all(x, group, wait).wait()
         return rows.sum(0, dtype=_sum_dtype(x.dtype)).to(x.dtype)
     return reduce_scatter_by_backend(x, group, wait)
 

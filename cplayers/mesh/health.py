@@ -53,10 +53,14 @@ class Health:
         rank: This rank.
         world_size: Ranks in the default process group.
         store: Its store.
+        names: How errors name the ranks, where these are some of a larger group.
     """
 
-    def __init__(self, rank: int, world_size: int, store: Store) -> None:
+    def __init__(
+        self, rank: int, world_size: int, store: Store, names: Sequence[int] | None = None
+    ) -> None:
         self.rank = rank
+        self._names = names or range(world_size)
         self._ranks = range(world_size)
         self._store = store
         self._meetings = 0
@@ -101,6 +105,17 @@ class Health:
             raise RankFailedError(str(self._stopped), self._stopped.rank)
         if self._raised is not None:
             self._settle(self._raised, scope)
+
+    def is_gone(self, rank: int) -> bool:
+        """Whether the process of ``rank`` is known to have ended; it has met this one before."""
+        process = self._processes.get(rank)
+        return process is not None and process.is_gone()
+
+    def leave(self, reason: str) -> None:
+        """Refuse further collectives, and end the waiting of those who wait for this rank."""
+        if self._stopped is None:
+            self._stopped = RankFailedError(f"this group is not used any more: {reason}")
+            self._post(None, reason, "stopped")
 
     @contextmanager
     def guard(self, scope: Iterable[int]) -> Iterator[None]:
@@ -186,18 +201,19 @@ class Health:
             raise self._stop(note.root, note.error, what) from cause
         # A store that is lost was served by a rank that is gone, most often 0, whoever waits here.
         for rank in others if reachable else self._ranks:
-            process = self._processes.get(rank)
-            if process is not None and process.is_gone():
-                raise self._stop(rank, f"its process {process.pid} is gone", what) from cause
+            if self.is_gone(rank):
+                pid = self._processes[rank].pid
+                raise self._stop(rank, f"its process {pid} is gone", what) from cause
         return reachable
 
     def _stop(self, root: int | None, error: str, what: str) -> RankFailedError:
         """Mark the group as out of step, tell the peers, and make the error to raise."""
-        who = "a rank" if root is None else f"rank {root}"
+        name = None if root is None else self._names[root]
+        who = "a rank" if name is None else f"rank {name}"
         self._stopped = RankFailedError(
-            f"{who} failed while rank {self.rank} was waiting in {what}: {error}. Remedy: mend "
-            "that failure, then start the process group anew; this one is out of step",
-            root,
+            f"{who} failed while rank {self._names[self.rank]} was waiting in {what}: {error}. "
+            "Remedy: mend that failure, then start the process group anew; this one is out of step",
+            name,
         )
         self._post(root, error, "stopped")
         return self._stopped

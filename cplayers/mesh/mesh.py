@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from cplayers.errors import ConfigError
 from cplayers.mesh import collectives
 from cplayers.mesh.axis import Axis
+from cplayers.mesh.collectives import Hop
 from cplayers.mesh.topology import AXES, Topology
 from cplayers.mesh.traffic import TrafficLog, sent_bytes
 from cplayers.mesh.world import Partition, World, current_world
@@ -41,22 +42,26 @@ class CPMesh:
     Args:
         topology: Degrees of parallelism, equal on all ranks.
         device_type: Where tensors live, e.g. ``"cpu"`` or ``"cuda"``.
+        world: Whose groups to use where these are not all ranks, see `cplayers.mesh.meshes_over`.
 
     Raises:
         ConfigError: torch.distributed is not initialised with ``topology.world_size`` ranks (one
             rank needs none), the ranks disagree on the topology, or dcp is impossible.
     """
 
-    def __init__(self, topology: Topology, device_type: str = "cpu") -> None:
+    def __init__(
+        self, topology: Topology, device_type: str = "cpu", *, world: World | None = None
+    ) -> None:
         self.topology = topology
         self.device_type = _device_type(device_type)
         self.traffic = TrafficLog()
         self.rank_global = 0
         self._world: World | None = None
-        partitions = {axis: _partition(topology, axis) for axis in AXES}
+        partitions = {axis: partition_of(topology, axis) for axis in AXES}
         if topology.world_size > 1:
-            _check_world_size(topology)
-            self._world = current_world()
+            if world is None:
+                _check_world_size(topology)
+            self._world = world or current_world()
             self._world.open(partitions.values(), f"CPMesh({topology})")
             self.rank_global = self._world.health.rank
         self._replica = [
@@ -97,7 +102,7 @@ class CPMesh:
         if topology.world_size > 1:
             _check_world_size(topology)
             for name in names:
-                current_world().adopt(_partition(topology, name), device_mesh.get_group(name))
+                current_world().adopt(partition_of(topology, name), device_mesh.get_group(name))
         return cls(topology, device_mesh.device_type)
 
     @property
@@ -112,9 +117,9 @@ class CPMesh:
         if self._device_mesh is None:
             shape = [self.size(name) for name in GRID]
             self._device_mesh = DeviceMesh.from_group(
-                [self._world.group(_partition(self.topology, name)) for name in GRID],
+                [self._world.group(partition_of(self.topology, name)) for name in GRID],
                 self.device_type,
-                torch.arange(self.topology.world_size, dtype=torch.int).view(shape),
+                torch.tensor(self._world.ranks, dtype=torch.int).view(shape),
                 mesh_dim_names=GRID,
             )
         return self._device_mesh
@@ -154,25 +159,32 @@ class CPMesh:
 
     def all_gather(self, x: Tensor, axis: str) -> Tensor:
         """Every member's x ``[...]``, stacked in rank order: ``[n, ...]``."""
+        return self.start_all_gather(x, axis).wait()
+
+    def start_all_gather(self, x: Tensor, axis: str) -> Hop:
+        """The same in the background."""
         at = self._start(x, axis, "all_gather")
         if at.group is None:
-            return x[None]
+            return Hop(x[None])
         if x.numel() == 0:
-            return x.new_empty((len(at.ranks), *x.shape))
-        rows = collectives.all_gather(x, at.group, at.wait_for(x, "all_gather"))
-        return at.to_topology_order(rows)
+            return Hop(x.new_empty((len(at.ranks), *x.shape)))
+        wait = at.wait_for(x, "all_gather")
+        return collectives.all_gather(x, at.group, wait, at.to_topology_order)
 
     def all_to_all(self, x: Tensor, axis: str) -> Tensor:
         """Send row i of x ``[n, ...]`` to member i; row i of the result came from member i."""
+        return self.start_all_to_all(x, axis).wait()
+
+    def start_all_to_all(self, x: Tensor, axis: str) -> Hop:
+        """The same in the background."""
         self._check_rows(x, axis, "all_to_all")
         at = self._start(x, axis, "all_to_all")
         if at.group is None:
-            return x
+            return Hop(x)
         if x.numel() == 0:
-            return torch.empty_like(x)
-        sent = at.to_torch_order(x)
-        rows = collectives.all_to_all(sent, at.group, at.wait_for(x, "all_to_all"))
-        return at.to_topology_order(rows)
+            return Hop(torch.empty_like(x))
+        wait, sent = at.wait_for(x, "all_to_all"), at.to_torch_order(x)
+        return collectives.all_to_all(sent, at.group, wait, at.to_topology_order)
 
     def reduce_scatter(self, x: Tensor, axis: str) -> Tensor:
         """Sum over members of x ``[n, ...]``, of which member r gets row r: ``[...]``."""
@@ -196,11 +208,11 @@ class CPMesh:
             return torch.empty_like(x)
         return collectives.all_reduce(x, at.group, at.wait_for(x, "all_reduce"), op)
 
-    def shift(self, x: Tensor, axis: str) -> collectives.Hop:
+    def shift(self, x: Tensor, axis: str) -> Hop:
         """Send x to the next member and receive the previous one's, in the background."""
         at = self._start(x, axis, "shift")
         if at.group is None or x.numel() == 0:
-            return collectives.Hop(x)
+            return Hop(x)
         places = [sorted(at.ranks).index(rank) for rank in at.ranks]
         after, before = places[(at.rank + 1) % len(places)], places[at.rank - 1]
         return collectives.shift(x, at.group, at.wait_for(x, "shift"), after, before)
@@ -235,15 +247,18 @@ class CPMesh:
             return Axis(axis, ranks, ranks.index(self.rank_global))
         return Axis(axis, ranks, ranks.index(self.rank_global), partition, self._world)
 
-    def _start(self, x: Tensor, axis: str, operation: str) -> Axis:
-        """Check that the axis may be used, and record the traffic."""
+    def begin(self, axis: str, operation: str, sent: int) -> Axis:
+        """Before a collective of one's own: check that the axis may be used, record the traffic."""
         self.topology.size(axis)
         at = self._axes[axis]
         if at.world is not None:
             at.world.group(at.partition)  # raises where it is gone, before anything is recorded
             at.world.health.ready(self._replica)
-            self.traffic.record(axis, operation, sent_bytes(operation, x.nbytes, len(at.ranks)))
+            self.traffic.record(axis, operation, sent)
         return at
+
+    def _start(self, x: Tensor, axis: str, operation: str) -> Axis:
+        return self.begin(axis, operation, sent_bytes(operation, x.nbytes, self.size(axis)))
 
     def _check_rows(self, x: Tensor, axis: str, operation: str) -> None:
         n = self.size(axis)
@@ -255,7 +270,8 @@ class CPMesh:
             )
 
 
-def _partition(topology: Topology, axis: str) -> Partition:
+def partition_of(topology: Topology, axis: str) -> Partition:
+    """All groups of ``axis``, hashable."""
     return tuple(tuple(group) for group in topology.groups(axis))
 
 

@@ -35,9 +35,10 @@ class World:
     """
 
     def __init__(self, default: dist.ProcessGroup) -> None:
+        self.ranks = tuple(range(default.size()))
         self.health = Health(default.rank(), default.size(), _get_default_store())
         self._groups: WeakValueDictionary[Partition, dist.ProcessGroup] = WeakValueDictionary()
-        self._groups[(tuple(range(default.size())),)] = default
+        self._groups[(self.ranks,)] = default
 
     def open(self, partitions: Iterable[Partition], subject: str) -> None:
         """Open the groups that are missing, once all ranks have come to open the same ones."""

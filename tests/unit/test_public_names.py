@@ -42,8 +42,8 @@ PUBLIC = {
     "cplayers.attention": """
         CachedLayer Combine DCPGQAAttention DCPMLAAttention Decode GatheredLinear HeadShard
         PCPPrefillAttention RowParallelLinear Scoring Sizes TPAQProj Visit attend_cached
-        attend_context attend_new bring_queries combine combine_bytes gather_rows head_shard
-        take_rows visit
+        attend_context attend_new combine combine_bytes gather_rows head_shard send_queries
+        start_combine take_rows visit
     """,
     "cplayers.hf": "CPCache CPState ContextParallelModel parallelize",
     "cplayers.cli": "",

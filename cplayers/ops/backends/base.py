@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -43,6 +44,7 @@ class PagedKeys(NamedTuple):
         causal_rows: Rows of each request, in their order, where the plan knows without a look at
             lo and hi that every row sees the keys from 0 on, the last one of a request all up to
             its hi and each before it one less; else ``None``.
+        usual_rows: Rows that requests have on average, rounded up: what a kernel's tiles hold.
     """
 
     block_table: Tensor
@@ -52,6 +54,19 @@ class PagedKeys(NamedTuple):
     hi: Tensor
     most_rows: int
     causal_rows: tuple[int, ...] | None = None
+
+    def part(self, rows: slice) -> PagedKeys:
+        """Of some rows, those of whole requests, which come one after another."""
+        counts = None
+        if self.causal_rows is not None:
+            ends = accumulate(self.causal_rows)
+            pairs = zip(self.causal_rows, ends, strict=True)
+            start = rows.start or 0
+            counts = tuple([n for n, end in pairs if n and start < end <= rows.stop])
+        request, lo, hi = self.request[rows], self.lo[rows], self.hi[rows]
+        return self._replace(request=request, lo=lo, hi=hi, causal_rows=counts)
+
+    usual_rows: int = 1
 
 
 class RunPaged(Protocol):
