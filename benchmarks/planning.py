@@ -30,7 +30,7 @@ def contestants(requests: int, contexts: tuple[int, ...], block_size: int) -> di
             return cache.plan(step)
 
         found[f"{PLAN}/{keys}"] = Contestant(plan)
-        found[f"{READS}/{keys}"] = Contestant(lambda plan=plan: plan().reads())
+        found[f"{READS}/{keys}"] = Contestant(lambda plan=plan: plan().paged())
     return found
 
 

@@ -88,7 +88,7 @@ class StepPlan:
     @property
     def num_rows(self) -> int:
         """Rows of this rank (T)."""
-        return len(self.positions)
+        return self.positions.shape[0]
 
     @property
     def num_tokens(self) -> int:

@@ -111,7 +111,7 @@ def select_paged(
     """
     for candidate in PAGED:
         wanted = backend == candidate.name or (
-            backend == "auto" and candidate.pays(most_rows, q.shape[1], len(k_cache))
+            backend == "auto" and candidate.pays(most_rows, q.shape[1], k_cache.shape[0])
         )
         if wanted and candidate.refuse(q, k_cache, v_cache, softcap) is None:
             return candidate
