@@ -25,10 +25,13 @@ from itertools import islice
 
 from cplayers.errors import CacheFullError, StateError
 
-FREE, USED, REUSABLE = 0, 1, 2
-"""State of a block: never written or forgotten; referenced; unreferenced, content still known."""
+FREE, USED, REUSABLE, AWAY = 0, 1, 2, 3
+"""State of a block: never written or forgotten; referenced; unreferenced, content still known; not
+lent to this pool."""
 
 _GAP = re.compile(b"\x00+")
+_TAKE_BACK = bytes.maketrans(bytes([FREE]), bytes([AWAY]))
+_DIGITS = bytes.maketrans(bytes([FREE, USED, REUSABLE, AWAY]), b"0100")
 
 
 def chain_hash(previous: bytes, tokens: Iterable[int]) -> bytes:
@@ -145,7 +148,7 @@ class BlockPool:
         self._reusable: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._units: dict[bytes, tuple[int, ...]] = {}
         self._hash_of: dict[int, bytes] = {}
-        self._num_used = 0
+        self._num_used = self._num_away = 0
         self.stats = PoolStats()
 
     @property
@@ -161,7 +164,12 @@ class BlockPool:
     @property
     def num_available(self) -> int:
         """Blocks that can be allocated, those with reusable content included."""
-        return self.num_blocks - self._num_used
+        return self.num_blocks - self._num_used - self._num_away
+
+    @property
+    def used_mask(self) -> int:
+        """Bit b says whether a sequence refers to block b."""
+        return int(self._state.translate(_DIGITS)[::-1], 2)
 
     def refs(self, block: int) -> int:
         """How many sequences refer to ``block``."""
@@ -185,6 +193,23 @@ class BlockPool:
             self._state.extend(bytes(extra))
             self._refs.extend([0] * extra)
 
+    def lend(self, blocks: Iterable[int]) -> None:
+        """From now on take no blocks but those that are referred to here, and ``blocks``.
+
+        For pools that share their blocks: nobody else takes ``blocks`` until they are lent anew.
+        Content that is kept for reuse is forgotten.
+
+        Args:
+            blocks: Ids; those in use here may be among them.
+        """
+        for block in list(self._reusable):
+            self.forget(block)
+        self._state = self._state.translate(_TAKE_BACK)
+        for block in blocks:
+            if self._state[block] == AWAY:
+                self._state[block] = FREE
+        self._num_away = self._state.count(AWAY)
+
     def trial(self) -> Trial:
         """Begin a tentative allocation against the pool as it is now."""
         return Trial(self)
@@ -192,7 +217,7 @@ class BlockPool:
     def apply(self, trial: Trial) -> None:
         """Take the blocks of ``trial``, each with one reference."""
         for block in trial.taken:
-            if self._state[block] == USED:
+            if self._state[block] in (USED, AWAY):
                 raise StateError(f"block {block} was taken since the trial: plan the step again")
         for block in trial.taken:
             if self._state[block] == REUSABLE:

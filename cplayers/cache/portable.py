@@ -23,7 +23,7 @@ from cplayers.cache.shard import BlockShard
 from cplayers.cache.spec import CacheSpec
 from cplayers.cache.storage import Storage
 from cplayers.cache.view import RankView, Writes
-from cplayers.errors import TransferError
+from cplayers.errors import ConfigError, TransferError
 
 
 class PortableCache:
@@ -175,6 +175,33 @@ class PortableCache:
         """
         table = torch.tensor(state.table.ids, dtype=torch.long)
         return self.layout.slots(positions, table, self.view_of_rank.cp_rank)
+
+    def share_slots(self, other: PortableCache) -> None:
+        """Store in the slots of ``other`` from now on, though spread over another group.
+
+        Which blocks are whose is then for the caller to say, see `BlockPool.lend`. A cache that
+        only shares is best made with one block.
+
+        Args:
+            other: A cache of the same spec, layers, dtype and block size on this rank.
+
+        Raises:
+            ConfigError: If it is of another kind, or this cache holds sequences.
+        """
+        kinds = [
+            (cache.spec, cache.num_layers, cache.dtype, cache.layout.block_size)
+            for cache in (self, other)
+        ]
+        if kinds[0] != kinds[1] or self._sequences.names:
+            raise ConfigError(
+                f"slots of a cache of {kinds[1]} for one of {kinds[0]} with "
+                f"{len(self._sequences.names)} sequences",
+                "caches that share slots store the same, and begin empty",
+                "make an empty cache of the same spec, layers, dtype and block size",
+            )
+        self.storage = other.storage
+        self.pool.grow(other.pool.num_blocks)
+        self._pending = None
 
     def land(self, landing: Landing) -> None:
         """Take the blocks that ``landing`` chose, write what arrived, and add its sequences.

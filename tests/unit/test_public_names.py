@@ -48,6 +48,10 @@ PUBLIC = {
     "cplayers.hf": "CPCache CPState ContextParallelModel parallelize",
     "cplayers.cli": "",
     "cplayers.conf": "CacheConf GQAConf MLAConf PrefillConf TopologyConf register_configs",
+    "cplayers.serving": """
+        Fleet Passage Progress Replicas Request Scheduler ServedModel Server ServingConfig hand_over
+        read_trace write_trace
+    """,
     "cplayers.testing": "BackendError RankPool RankPoolError check_backend",
     "cplayers.planning": """
         Advice Assumed Budget Calibration Call Candidate Choices Crossovers Hardware KVMemory Link
@@ -57,7 +61,8 @@ PUBLIC = {
     """,
     "cplayers.viz": "placement_svg",
 }
-PLAIN_VALUES = {"AXES", "Combine", "Decode"}  # a tuple and Literals, which cannot carry a docstring
+# tuples and Literals, which cannot carry a docstring
+PLAIN_VALUES = {"AXES", "Combine", "Decode", "Replicas"}
 ROOMS = sorted(f"cplayers.{m.name}" for m in pkgutil.iter_modules([str(PACKAGE)]) if m.ispkg)
 
 

@@ -1,0 +1,81 @@
+"""What a server may use, and from where on it prefers larger groups: explicit numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from cplayers.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class ServingConfig:
+    """Settings of a server; alike on all ranks.
+
+    Attributes:
+        num_blocks: Blocks of KV cache on each rank, the budget of all groups together.
+        block_size: Tokens per block on one rank.
+        interleave_size: Tokens that go to one rank before the next one's turn.
+        sizes: How many replicas a group may have. Each size cuts the replicas into groups.
+        crossovers: Size of a group -> context in tokens from which it is preferred over smaller
+            ones; ``None``, or no entry, is never for its speed, only where memory asks for it.
+            A calibration's numbers go here: ``crossovers(...).dcp`` of each degree.
+        chunk_tokens: New prompt tokens of a group in one step, for each of its replicas.
+        steps: Steps between two agreed points of a group of one replica. A group of n replicas
+            makes ``max(1, steps // n)``, so that small groups do not wait long for large ones.
+        headroom: Tokens that a request may grow by for which room is promised in advance.
+        patience: Agreed points for which a request is overtaken by others; then room is kept
+            for it.
+        max_running: Requests of a group that run at a time.
+
+    Raises:
+        ConfigError: On a number below 1, sizes that do not ascend, or crossovers that fall.
+    """
+
+    num_blocks: int
+    block_size: int = 16
+    interleave_size: int = 16
+    sizes: tuple[int, ...] = (1, 2, 4)
+    crossovers: Mapping[int, int | None] = field(default_factory=dict)
+    chunk_tokens: int = 256
+    steps: int = 4
+    headroom: int = 64
+    patience: int = 50
+    max_running: int = 64
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name not in ("sizes", "crossovers") and (type(value) is not int or value < 1):
+                raise ConfigError(
+                    f"{each.name}={value!r}", "an int of at least 1", f"pass {each.name} >= 1"
+                )
+        sizes = list(self.sizes)
+        if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1:
+            raise ConfigError(
+                f"sizes={self.sizes}", "sizes of groups ascend from at least 1", "e.g. (1, 2, 4)"
+            )
+        known = [self.crossovers.get(size) for size in sizes]
+        marks = [mark for mark in known if mark is not None]
+        if marks != sorted(marks) or set(self.crossovers) - set(sizes):
+            raise ConfigError(
+                f"crossovers={dict(self.crossovers)} with sizes={self.sizes}",
+                "they are contexts in tokens by size, and larger groups begin at longer ones",
+                "leave out a size that wins nowhere, or give it None",
+            )
+
+    def preferred(self, length: int) -> int:
+        """The size that a context of ``length`` tokens asks for by its crossover."""
+        marks = ((size, self.crossovers.get(size)) for size in self.sizes)
+        return max(
+            (size for size, mark in marks if mark is not None and length >= mark),
+            default=self.sizes[0],
+        )
+
+    def steps_of(self, size: int) -> int:
+        """Steps between two agreed points of a group of ``size`` replicas."""
+        return max(1, self.steps // size)
+
+    def chunk_of(self, size: int) -> int:
+        """Most new prompt tokens in one step of a group of ``size`` replicas."""
+        return self.chunk_tokens * size

@@ -1,0 +1,291 @@
+"""Dynamic context parallelism: a server on N replicas that share contexts only where it pays.
+
+    every rank      say what its groups computed, how many blocks are used, what time it is
+    every rank      the same decisions from the same numbers (`Scheduler`)        an agreed point
+    every rank      requests that change group are handed over, all at once
+    its groups      the largest first: some steps each, talking only inside the group
+    ... and again
+
+A rank is in one group of every size, which share its KV budget. Groups that work on different
+requests wait for each other only at the agreed points, and there for some steps at most, because a
+step has a bounded number of prompt tokens.
+
+When a rank dies, those that live find each other, rebuild the groups, and agree on how far each
+request had come (`cplayers.serving.recovery`). What was only in the lost memory is computed again
+from its tokens, which every rank knows.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from cplayers.errors import ConfigError, RankFailedError, StateError
+from cplayers.mesh import CPMesh, Topology, gather_bytes, meshes_over, regroup
+from cplayers.serving.book import Round
+from cplayers.serving.config import ServingConfig
+from cplayers.serving.fleet import Fleet
+from cplayers.serving.handover import Passage, hand_over
+from cplayers.serving.recovery import catch_up, compare
+from cplayers.serving.requests import Progress, Replicas, Request
+from cplayers.serving.runner import Runner
+from cplayers.serving.scheduler import Scheduler
+from cplayers.serving.served import ServedModel
+
+IDLE_S = 0.005
+"""How long a rank without work sleeps before the next agreed point."""
+TRIES = 3
+"""How often the ranks regroup without having lost one, before the failure is raised."""
+
+
+class Server:
+    """One rank of a server; all ranks make it alike, and call `run` alike.
+
+    Args:
+        model: The model of this rank's replica.
+        config: Settings.
+        num_replicas: Replicas.
+        ranks_per_replica: Ranks of one replica (tp).
+        dcp_per_replica: Ranks of one replica that share a sequence (dcp / pcp).
+
+    Attributes:
+        scheduler: The requests and the decisions about them.
+        trace: Settings, decisions and use of memory, as plain values; alike on all ranks.
+        runners: This rank's groups.
+        council: The mesh of all ranks that live.
+
+    Raises:
+        ConfigError: If the groups cannot be formed; before anything is built.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        config: ServingConfig,
+        *,
+        num_replicas: int,
+        ranks_per_replica: int = 1,
+        dcp_per_replica: int = 1,
+    ) -> None:
+        fleet = Fleet(num_replicas, ranks_per_replica, config.sizes)
+        self.model, self.config, self._dcp = model, config, dcp_per_replica
+        self.scheduler = Scheduler(config, fleet, dcp_per_replica)
+        self.runners: dict[Replicas, Runner] = {}
+        self._generation = self._regrouped = 0
+        self._point, self._said = 0, list[bytes]()  # the last agreed point, and what was said there
+        self._arrivals: list[Request] = []
+        self._began = time.monotonic()
+        self._digest = self._digested = 0  # of the decisions so far, and of how many
+        self._usage: list[dict[str, Any]] = []
+        layout = self.scheduler.router.layout(1)
+        self._slots = model.new_cache(layout, config.num_blocks, CPMesh(Topology()))
+        self._seat(*self._open(fleet, self._generation))
+
+    @property
+    def fleet(self) -> Fleet:
+        """The groups that there are."""
+        return self.scheduler.router.fleet
+
+    @property
+    def live(self) -> tuple[int, ...]:
+        """Global ranks that live, ascending."""
+        return self.fleet.ranks(self.fleet.replicas)
+
+    @property
+    def rank(self) -> int:
+        """This global rank."""
+        return self.live[self.council.rank("pcp")]
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of KV storage on this rank, which all its groups share."""
+        return self._slots.nbytes
+
+    @property
+    def trace(self) -> list[dict[str, Any]]:
+        """See the class."""
+        config = {"event": "config", "replicas": self.fleet.num_replicas, **asdict(self.config)}
+        entries = [*self.scheduler.decisions, *self._usage]
+        return [config, *sorted(entries, key=lambda entry: entry["point"])]
+
+    def run(self, requests: Iterable[Request]) -> list[Progress]:
+        """Serve requests to their end.
+
+        Args:
+            requests: Each is taken in once its arrival has come, by the slowest clock; alike on
+                all ranks.
+
+        Returns:
+            The requests as they ended, in the order given: tokens, times, groups, refusals.
+
+        Raises:
+            ConfigError: If two requests have one name; before anything is served.
+        """
+        given = list(requests)
+        names = [request.name for request in given]
+        if len(set(names)) < len(names) or set(names) & set(self.scheduler.requests):
+            raise ConfigError(
+                f"requests {names}", "the name of a request is unique", "choose other names"
+            )
+        self._arrivals += sorted(given, key=lambda request: request.arrival)
+        while True:
+            try:
+                with self.council.guard():
+                    if not self._serve():
+                        return [self.scheduler.requests[name] for name in names]
+            except RankFailedError as error:
+                self._go_on(error)
+
+    def clock(self) -> float:
+        """Seconds after the start on this rank."""
+        return time.monotonic() - self._began
+
+    def _serve(self) -> bool:
+        """From one agreed point to the next; False at the end of all requests."""
+        result = self._absorb(gather_bytes(self.council, self._report(), "pcp"))
+        if not self._arrivals and all(p.is_over for p in self.scheduler.requests.values()):
+            return False
+        self._execute(result)
+        if not self.scheduler.placed:
+            time.sleep(IDLE_S)
+        return True
+
+    def _report(self) -> bytes:
+        """What this rank has to say; of each group, its first rank speaks."""
+        used, progress = 0, dict[str, Any]()
+        for runner in self.runners.values():
+            used |= runner.cache.pool.used_mask
+            if self.fleet.ranks(runner.group)[0] == self.rank:
+                progress |= runner.report()
+        for entry in self.scheduler.decisions[self._digested :]:
+            self._digest = zlib.crc32(json.dumps(entry).encode(), self._digest)
+        self._digested = len(self.scheduler.decisions)
+        said = {"now": self.clock(), "used": used, "progress": progress, "digest": self._digest}
+        return json.dumps(said).encode()
+
+    def _absorb(self, said: Sequence[bytes]) -> Round:
+        """Take in what every rank said at an agreed point, in their order, and decide."""
+        self._point, self._said = self._point + 1, list(said)
+        reports = [json.loads(text) for text in said]
+        if len({report["digest"] for report in reports}) > 1:
+            raise StateError(f"ranks disagree on the decisions before point {self._point}")
+        now = max(max(report["now"] for report in reports), self.scheduler.now)
+        for report in reports:
+            for name, (cached, new, times) in report["progress"].items():
+                self.scheduler.advance(name, cached, new, times)
+        for runner in self.runners.values():
+            runner.reported()
+        while self._arrivals and self._arrivals[0].arrival <= now:
+            self.scheduler.submit(self._arrivals.pop(0), now)
+        masks = dict(zip(self.live, (report["used"] for report in reports), strict=True))
+        used = {replica: masks[self.fleet.ranks((replica,))[0]] for replica in self.fleet.replicas}
+        counts = [mask.bit_count() for mask in used.values()]
+        if not self._usage or self._usage[-1]["used"] != counts:
+            entry = {"point": self.scheduler.points, "time": round(now, 4), "event": "usage"}
+            self._usage.append({**entry, "replicas": list(used), "used": counts})
+        return self.scheduler.decide(now, used)
+
+    def _execute(self, result: Round) -> None:
+        for group, runner in self.runners.items():
+            runner.cache.pool.lend(result.lend.get(group, ()))
+        for name, group in result.evict:
+            if group in self.runners:
+                self.runners[group].leave(name)
+        self._hand_over(result.move)
+        for name, group in result.admit:
+            if group in self.runners:
+                self.runners[group].join(self.scheduler.requests[name])
+        for runner in self.runners.values():  # the largest first, on every rank
+            runner.run(result.stalled)
+
+    def _hand_over(self, moves: Sequence[tuple[str, Replicas, Replicas]]) -> None:
+        if not moves:
+            return
+        head, passages = self.model.first_head, []
+        for name, *groups in moves:
+            runners = [self.runners.get(group) for group in groups]
+            source, target = (None if each is None else each.cache for each in runners)
+            passages.append(Passage(name, source, target, head, head))
+        hand_over(self.council, "pcp", passages)
+        for name, source_group, target_group in moves:
+            if source_group in self.runners:
+                self.runners[source_group].leave(name)
+            if target_group in self.runners:
+                self.runners[target_group].join(self.scheduler.requests[name])
+
+    # Groups, and what is left of them after a failure
+
+    def _open(self, fleet: Fleet, generation: int) -> tuple[CPMesh, dict[Replicas, CPMesh]]:
+        """Meshes of a fleet: of all ranks that live, and of each group that this one is in."""
+        groups, live = fleet.groups, fleet.ranks(fleet.replicas)
+        shapes = [(live, Topology(pcp=len(live)))]
+        for group in groups:
+            size = len(group)
+            shape = Topology(tp=fleet.ranks_per_replica, pcp=size, dcp=size * self._dcp)
+            shapes.append((fleet.ranks(group), shape))
+        meshes = meshes_over(shapes, self.model.device.type, generation=generation)
+        council, *others = meshes
+        assert council is not None
+        mine = zip(groups, others, strict=True)
+        return council, {group: mesh for group, mesh in mine if mesh is not None}
+
+    def _seat(self, council: CPMesh, meshes: dict[Replicas, CPMesh]) -> None:
+        """Use these meshes; groups that were there before keep their caches and requests."""
+        before, self.runners, self.council = self.runners, {}, council
+        for group, mesh in meshes.items():
+            if group in before:
+                self.runners[group] = before[group]
+                before[group].mesh = mesh
+                continue
+            cache = self.model.new_cache(self.scheduler.router.layout(len(group)), 1, mesh)
+            cache.share_slots(self._slots)
+            runner = Runner(group, mesh, cache, self.model, self.config, self.clock)
+            self.runners[group] = runner
+
+    def _go_on(self, error: RankFailedError) -> None:
+        """Recover from a failure, and again where another rank fails meanwhile."""
+        while True:
+            before = self.live
+            try:
+                self._recover()
+            except RankFailedError as another:
+                if another.rank == self.rank:  # left behind
+                    raise
+                error = another
+                continue
+            self._regrouped = self._regrouped + 1 if self.live == before else 0
+            if self._regrouped > TRIES:
+                raise error
+            return
+
+    def _recover(self) -> None:
+        """See `cplayers.serving.recovery`."""
+        self._generation += 1
+        left = regroup(self.live, self._generation)
+        fleet = self.fleet.without(set(self.live) - set(left))
+        if self.rank not in fleet.ranks(fleet.replicas):
+            raise RankFailedError(
+                f"rank {self.rank} is left of a replica that lost others. Remedy: end it",
+                self.rank,
+            )
+        council, meshes = self._open(fleet, self._generation)
+        missed = catch_up(council, self._point, self._said)
+        if missed is not None:
+            self._absorb(missed)
+        held = {group: self.runners[group].report() for group in meshes if group in self.runners}
+        whole = compare(council, fleet, self.scheduler.placed, held)
+        now, requests = self.scheduler.now, self.scheduler.requests
+        self.scheduler.lose(fleet, {name: each.group for name, each in whole.items()}, now)
+        for name, each in whole.items():
+            self.scheduler.advance(name, each.cached, each.new, each.times)
+        self._seat(council, meshes)
+        for group, runner in self.runners.items():
+            for name in list(runner.residents):
+                if requests[name].group == group:
+                    runner.restore(name, whole[name].cached, requests[name].new)
+                else:
+                    runner.leave(name)

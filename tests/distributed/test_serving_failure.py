@@ -1,0 +1,96 @@
+"""Replicas that are killed while requests run: no request is lost, and none gets other tokens."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+from rank_processes import reports_of
+from serving_cases import CONFIG, alone, requests, served
+
+from cplayers.serving import ServedModel, Server, write_trace
+
+GIVEN = requests(7, count=16, seconds=1.0, longest=100)
+ROOMY = replace(CONFIG, num_blocks=48)
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dying_in_step(number: int) -> ServedModel:
+    """A model whose process is killed in its n-th step, amid the layers."""
+    model, steps = served(), 0
+    mlp = model.module.blocks[0].mlp
+
+    def count(*_: object) -> None:
+        nonlocal steps
+        steps += 1
+        if steps == number:
+            die()
+
+    mlp.register_forward_hook(count)
+    return model
+
+
+def die_after(server: Server, point: int, seconds: float) -> None:
+    """Kill the process so long after an agreed point, whatever it is doing then."""
+    while server.scheduler.points < point:
+        time.sleep(0.0005)
+    time.sleep(seconds)
+    die()
+
+
+Losses = dict[int, tuple[int, float]]
+
+
+def serve_with_losses(steps: dict[int, int], points: Losses, rank: int, folder: Path):
+    model = dying_in_step(steps[rank]) if rank in steps else served()
+    server = Server(model, ROOMY, num_replicas=4)
+    if rank in points:
+        threading.Thread(target=die_after, args=(server, *points[rank]), daemon=True).start()
+    done = server.run(GIVEN)
+    write_trace(folder / f"trace-{rank}", server.trace)
+    assert all(runner.cache.pool.num_used == 0 for runner in server.runners.values())
+    return [(p.new, p.refused, p.recomputed) for p in done]
+
+
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("steps", "points"),
+    [
+        ({3: 20}, {}),
+        ({0: 45}, {}),
+        slow({1: 15, 2: 40}, {}),
+        slow({0: 10, 1: 20, 3: 30}, {}),
+        *[slow({}, {i % 4: (2 + 3 * i, 0.0031 * (i % 5))}) for i in range(12)],
+        slow({}, {1: (5, 0.002), 2: (9, 0.011)}),
+        slow({}, {0: (7, 0.0), 3: (7, 0.004)}),
+    ],
+    ids=str,
+)
+def test_no_request_is_lost(steps, points, tmp_path) -> None:
+    reports = reports_of(partial(serve_with_losses, steps, points), 4, tmp_path)
+    lost = {*steps, *points}
+    assert set(reports) == set(range(4)) - lost
+    first, *others = reports.values()
+    assert all(other == first for other in others)
+    assert isinstance(first, list), first
+    assert [new for new, _, _ in first] == [alone(request) for request in GIVEN]
+    traces = {(tmp_path / f"trace-{rank}").read_text() for rank in reports}
+    assert len(traces) == 1
+    lines = [json.loads(line) for line in traces.pop().splitlines()]
+    assert sorted(
+        r for line in lines if line["event"] == "lost" for r in line["replicas"]
+    ) == sorted(lost)
+    again = sum(count for _, _, count in first)
+    assert again == sum(line["event"] in ("recompute", "evict") for line in lines)
