@@ -43,11 +43,12 @@ class Storage:
         # outside inference mode, so that both later modes may write in place
         with torch.inference_mode(False):
             stores = [
-                torch.zeros(plane.heads, num_slots, plane.dim, dtype=self.dtype, device=self.device)
+                torch.empty(plane.heads, num_slots, plane.dim, dtype=self.dtype, device=self.device)
                 for plane in self.spec.planes
             ]
-        for store in stores:
-            advise(store)
+            for store in stores:
+                advise(store)  # before anything is written
+                store.zero_()
         return stores
 
     def write(self, layer: int, writes: Writes, planes: tuple[Tensor, ...]) -> None:
