@@ -131,7 +131,7 @@ def _report(found: Calibration, topology: Topology, path: Path, values: Mapping[
 
 def _show(found: Calibration, path: Path) -> None:
     from cplayers.planning.advice import gb, seconds
-    from cplayers.planning.calibrate import COMBINES
+    from cplayers.planning.measure import COMBINES
     from cplayers.viz.tables import show_table
 
     print(f"{found.key}\nMeasured {found.measured}, kept in {path}\n")
