@@ -26,7 +26,7 @@ from cplayers.cache import CacheSpec, PagedKVCache, StepPlan
 from cplayers.cache.prefill import Prefill
 from cplayers.errors import ConfigError
 from cplayers.mesh import CPMesh
-from cplayers.ops import Partial, add_sink
+from cplayers.ops import Partial, add_sink, select, select_paged
 from cplayers.ops.attend import require_fit
 
 
@@ -207,6 +207,32 @@ class CachedAttention(nn.Module):
             plan: The step.
         """
         return self.prefill.explain(plan, self.sizes, self.scoring.window)
+
+    def local_backends(self, new_tokens: int = 1) -> dict[str, str]:
+        """Which backend attends on this rank; ``backend="auto"`` is one for each kind of rows.
+
+        Args:
+            new_tokens: Most new tokens of a sequence that decodes.
+
+        Returns:
+            Names for ``"decode"`` and ``"prefill"``. ``(paged)``: it looks up block tables, and
+            does a whole step in one call.
+        """
+        weight, scoring, num_kv = self.o_proj.weight.detach(), self.scoring, self.heads.num_kv
+        (key_dim, value_dim, shared), own = self._forms()[0], self._forms()[-1]
+        q = weight.new_empty(1, self.heads.num_group, key_dim)
+        k = weight.new_empty(num_kv, 1, key_dim)
+        v = k[..., :value_dim] if shared else weight.new_empty(num_kv, 1, value_dim)
+        paged = select_paged(q, k, v, new_tokens, scoring.softcap, scoring.backend)
+        named = {"decode": scoring.backend, "prefill": self.prefill.backend}
+        if paged is not None:
+            named["decode"] = f"{paged.name} (paged)"
+        elif scoring.backend == "auto":
+            named["decode"] = select(q, k.transpose(0, 1), v.transpose(0, 1), scoring.softcap)
+        if self.prefill.backend == "auto":
+            q, k, v = (weight.new_empty(1, 1, dim) for dim in (own[0], *own[:2]))
+            named["prefill"] = select(q, k, v, scoring.softcap)
+        return named
 
     def _with_sinks(self, partial: Partial) -> Tensor:
         """The output, once all keys are in it: sinks are counted once, after the merge."""

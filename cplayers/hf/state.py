@@ -114,6 +114,7 @@ class CPState:
             f"ranks      {topology}",
             f"attention  {len(self.layers)} layers: {layer.extra_repr()}",
             _how(layer),
+            "backends   " + ", ".join(f"{k}: {b}" for k, b in layer.local_backends().items()),
             f"cache      {cache.layout}, {cache.token_bytes} bytes per token on its owner, "
             f"{cache.nbytes} bytes on this rank ({cache.used_bytes} in use)",
         ]
