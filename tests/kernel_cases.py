@@ -60,6 +60,7 @@ class Attention:
     softcap: float | None = None
     num_splits: int | None = None
     tile_rows: int | None = None
+    rows_per_request: int | None = None
 
 
 def decode(*lengths: int) -> tuple[tuple[tuple[int, int], ...], ...]:
@@ -96,6 +97,15 @@ ATTENTION = {
     "window_of_one": Attention((chunk(9, 17, 1),), group=2),
     "requests_share_a_tile": Attention(
         (chunk(5, 63), chunk(1, 17), chunk(7, 40)), kv_heads=2, group=2
+    ),
+    "drafts_in_one_tile": Attention(
+        (chunk(3, 40), chunk(3, 17), chunk(2, 65)), group=2, rows_per_request=3, num_splits=2
+    ),
+    "blind_rows_in_a_tile": Attention(
+        (((0, 0), (0, 7), (3, 5)), ((2, 2),), ((0, 3), (1, 9), (4, 4))), group=2, rows_per_request=8
+    ),
+    "spans_apart_in_a_tile": Attention(
+        (((0, 3), (5, 9)), ((0, 2), (0, 3))), kv_heads=2, rows_per_request=8
     ),
     "rows_in_any_order": Attention(
         (chunk(5, 63), chunk(2, 3), chunk(4, 33)), group=3, shuffled=True, num_splits=2
@@ -160,13 +170,13 @@ def check_attention(case: Attention, device: str) -> None:
     if case.block is not None:
         kwargs |= {"block_table": table.to(device), "block_size": block}
         kwargs["request"] = request.to(device) if len(lengths) > 1 else None
+    tiling = {"num_splits": case.num_splits, "tile_rows": case.tile_rows}
+    tiling["rows_per_request"] = case.rows_per_request
     on = [t.to(device) for t in (q, k_cache, lo, hi)]
     v_on = on[1][..., :value_dim] if case.latent else v_cache.to(device)
     inputs = (on[0], on[1], v_on, on[2], on[3])
     with poisoned():
-        given = span_attention(
-            *inputs, **kwargs, num_splits=case.num_splits, tile_rows=case.tile_rows
-        )
+        given = span_attention(*inputs, **kwargs, **tiling)
     result = Partial(given.out.cpu(), given.lse.cpu())
     assert result.out.shape == (len(spans), num_heads, value_dim)
     assert result.out.dtype == case.dtype

@@ -58,6 +58,7 @@ def _run_paged(
         block_table=keys.block_table,
         block_size=keys.block_size,
         request=keys.request,
+        rows_per_request=keys.usual_rows,
     )
 
 

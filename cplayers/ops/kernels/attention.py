@@ -11,8 +11,7 @@ lo, hi       `[T]`                row t sees the keys ``lo[t] .. hi[t] - 1`` of 
 
 One program has some query rows of one KV head (`tiles`) and one of several splits of the keys::
 
-    if the rows are of one request and have a key in common: one group of rows
-    else:                                                    a group per token
+    groups of rows: those of one request, if all of them have a key in common, else each token's
     for each group:
         for block_n keys of this split, from the lowest lo to the highest hi of the group:
             look up their slots; load k and v, keys of others replaced by 0
@@ -50,6 +49,7 @@ def span_attention(
     block_table: Tensor | None = None,
     block_size: int | None = None,
     request: Tensor | None = None,
+    rows_per_request: int | None = None,
     softcap: float | None = None,
     num_splits: int | None = None,
     tile_rows: int | None = None,
@@ -69,6 +69,8 @@ def span_attention(
         block_table: Block ids of each request, int `[R, B]`; ``None``: slots are keys, of all rows.
         block_size: Slots per block, any number; needed with a table.
         request: Row of the table that each row reads, int `[T]`; ``None``: all read the first.
+        rows_per_request: Rows that requests usually have, for which tiles are made; ``None``: as if
+            every row of the table had as many.
         softcap: Logits become ``softcap * tanh(logits / softcap)``.
         num_splits: Parts of the keys that are worked on side by side and merged; ``None``: chosen
             from the shapes and the device.
@@ -91,6 +93,7 @@ def span_attention(
         block_table=block_table,
         block_size=block_size,
         request=request,
+        rows_per_request=rows_per_request,
         softcap=softcap,
         num_splits=num_splits,
         tile_rows=tile_rows,
@@ -114,6 +117,7 @@ def plan_span_attention(
     block_table: Tensor | None = None,
     block_size: int | None = None,
     request: Tensor | None = None,
+    rows_per_request: int | None = None,
     softcap: float | None = None,
     num_splits: int | None = None,
     tile_rows: int | None = None,
@@ -139,7 +143,7 @@ def plan_span_attention(
         head_dim=head_dim,
         value_dim=value_dim,
         group=group,
-        rows_per_request=ceil_div(num_rows, num_requests),
+        rows_per_request=rows_per_request or ceil_div(num_rows, num_requests),
         itemsize=q.dtype.itemsize,
         tile_rows=tile_rows,
     )

@@ -198,14 +198,22 @@ def span_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
     if TOKENS == 1:
         groups = 1
-        together = True
     else:
         common = tl.max(tl.where(sees, row_lo, -1), 0) < tl.min(tl.where(sees, row_hi, _FAR), 0)
         lowest = tl.min(tl.where(sees, number, _FAR), 0)
         together = common & (lowest == tl.max(tl.where(sees, number, -1), 0))
         groups = tl.where(together, 1, TOKENS)
     for g in range(groups):
-        in_group = sees & ((token == g) | together)
+        if TOKENS == 1:
+            in_group = sees
+        else:
+            alone = sees & (token == g)
+            mates = sees & (number == tl.max(tl.where(alone, number, -1), 0))
+            shared = tl.max(tl.where(mates, row_lo, -1), 0) < tl.min(
+                tl.where(mates, row_hi, _FAR), 0
+            )
+            leads = tl.min(tl.where(mates, token, _FAR), 0) == g
+            in_group = sees & (together | tl.where(shared, mates & leads, alone))
         top, total, acc = _attend(
             top,
             total,
