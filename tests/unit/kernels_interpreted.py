@@ -17,7 +17,7 @@ from kernel_cases import (
     check_pack,
     check_write,
 )
-from layer_cases import check_layer
+from layer_cases import check_layer, check_replayed
 from torch import Tensor
 
 from cplayers.cache.view import Writes
@@ -82,4 +82,5 @@ def test_layers_run_on_kernels(
     for module in ON_A_GPU:
         monkeypatch.setattr(f"{module}.refuse_kernels", refuse)
     check_layer(name, dtype, "cpu", "triton")
+    check_replayed(name, "cpu", lambda step: step)
     assert launched == {span_kernel, write_kernel}

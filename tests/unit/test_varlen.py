@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.attention.varlen as torch_varlen
 from torch import Tensor
+from varlen_cases import STEPS, check_steps
 
 from cplayers import ConfigError
 from cplayers.cache import GQASpec, InterleavedLayout, PagedKVCache
@@ -91,44 +92,9 @@ def test_contiguous_keys_conform() -> None:
 
 
 @pytest.mark.usefixtures("stand_in")
-@pytest.mark.parametrize(
-    ("cp_rank", "cp_size", "steps"),
-    [
-        (0, 1, ((("a", 1), ("b", 1)), (("b", 1),))),
-        (0, 1, ((("a", 3), ("b", 1)), (("b", 5), ("a", 2)))),
-        (1, 2, ((("a", 1), ("b", 1)), (("b", 1), ("c", 1)))),
-    ],
-)
-def test_steps_on_pages(
-    cp_rank: int, cp_size: int, steps: tuple[tuple[tuple[str, int], ...], ...]
-) -> None:
-    """Decode rows of a real plan against the same keys, row by row in float64."""
-    generator = torch.Generator().manual_seed(0)
-    layout = InterleavedLayout(cp_size, 1, PAGE)
-    cache = PagedKVCache(GQASpec(2, 16), layout, 1, 8, cp_rank, dtype=B16)
-    stores = cache.storage.stores(0)
-    for store in stores:
-        store.copy_(torch.randn(store.shape, generator=generator))
-    for seq, length in (("a", 300), ("b", 7), ("c", 1)):
-        cache.add(seq)
-        cache.commit(cache.plan([(seq, length)]))
-    for step in steps:
-        plan = cache.plan(step)
-        keys = plan.paged()
-        q = (torch.randn(plan.num_rows, 6, 16, generator=generator) * 4).to(B16)
-        given = (q, *stores, keys)
-        found = VARLEN.paged(*given, scale=0.25) if VARLEN.paged else None
-        assert varlen.takes(keys)
-        assert found is not None
-        for row, (request, lo, hi) in enumerate(zip(keys.request, keys.lo, keys.hi, strict=True)):
-            slots = (
-                keys.block_table[request].long()[:, None] * PAGE + torch.arange(PAGE)
-            ).flatten()
-            k, v = (store[:, slots].transpose(0, 1) for store in stores)
-            wanted = attention_reference(q[[row]], k, v, lo[None], hi[None], scale=0.25)
-            assert (found.out[row].double() - wanted.out[0]).abs().max() <= 2**-7
-            torch.testing.assert_close(found.lse[row].double(), wanted.lse[0], rtol=0, atol=1e-5)
-        cache.commit(plan)
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_on_pages(name: str) -> None:
+    check_steps(name, "cpu")
 
 
 @pytest.mark.usefixtures("stand_in")
@@ -195,7 +161,9 @@ def test_what_flash_attention_cannot_do(change: dict[str, Any], message: str) ->
 
 def test_the_cpu_is_refused_by_name_and_nothing_takes_its_place() -> None:
     q, spans = torch.zeros(1, 1, 64, dtype=B16), torch.zeros(1, dtype=torch.int64)
-    with pytest.raises(ConfigError, match='backend="varlen": it runs on CUDA devices, not on cpu'):
+    with pytest.raises(
+        ConfigError, match='backend="varlen": it runs on CUDA devices, not on the cpu'
+    ):
         attend(q, q, q, spans, spans, scale=1.0, backend="varlen")
     table = torch.zeros(1, 1, dtype=torch.int32)
     keys = PagedKeys(table, 1, spans, spans, spans, 1)
