@@ -1,21 +1,27 @@
 """The Triton kernels on one GPU: are they right, and how much of the memory's speed do they reach?
 
     python benchmarks/gpu.py [--json] [--no-checks] [--only NAME ...]
+    python benchmarks/gpu.py --dry-run     # tiny sizes on the CPU, under Triton's interpreter
 
-Every kernel is first compared with float64 (`tests/kernel_cases.py`). Then come paged decoding,
-ranks of a DCP group one after another on the one card, merging, packing and writing. Decoding reads
-every key once, so its speed is given as a share of a device-to-device copy's. Without a CUDA device
-it says so and exits with 2. It takes a few minutes, most of them Triton's compiler.
+Every kernel is first compared with float64 (`tests/kernel_cases.py`), in several processes, since
+most of the time is the compiler's. Then come paged decoding, ranks of a DCP group one after another
+on the one card, merging, packing and writing. Decoding reads every key once, so its speed is given
+as a share of a device-to-device copy's. What does not fit into --budget seconds is left out, and
+named. Without a CUDA device it says so and exits with 2. A dry run shows that the script works; its
+times say nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,6 +43,8 @@ from cplayers.ops.kernels import (
     pack,
     span_attention,
 )
+from cplayers.ops.kernels.launch import interpreted
+from cplayers.ops.kernels.span_kernel import span_kernel
 
 BLOCK = 16
 PAGE = 256  # torch's paged attention wants pages of 256 or more
@@ -87,7 +95,24 @@ class Settings:
     seconds: float = 0.2
     checks: bool = True
     only: tuple[str, ...] = ()
+    budget: float = 270.0
+    workers: int = min(8, os.cpu_count() or 1)
 
+
+TINY = Settings(
+    device="cpu",
+    decodes=(
+        Decode("GQA 1 x 4", 2, 64, 1, 4),
+        Decode("MLA 4 heads", 2, 64, 1, 4, head_dim=80, value_dim=64),
+    ),
+    ranks=2,
+    copy_bytes=4096,
+    merged=(2, 1, 4, 8),
+    written=3,
+    seconds=1e-9,
+    workers=0,
+)
+"""For a dry run: every line of the script, in seconds, under Triton's interpreter."""
 
 Row = dict[str, Any]
 
@@ -117,22 +142,38 @@ class Clock:
         return float(start.elapsed_time(end)) / 1e3
 
 
+CHECKS: dict[str, tuple[dict[str, Any], Callable[[Any, str], None]]] = {
+    "span_attention": (kernel_cases.ATTENTION, kernel_cases.check_attention),
+    "merge": ({str(s): s for s in kernel_cases.MERGES}, kernel_cases.check_merge),
+    "pack": ({str(s): s for s in kernel_cases.PACKS}, kernel_cases.check_pack),
+    "cache_write": (kernel_cases.WRITES, kernel_cases.check_write),
+}
+
+
+def check(kernel: str, name: str, device: str) -> Row:
+    """One case of `tests/kernel_cases.py`; what is wrong is reported, and the exit status is 1."""
+    cases, compare = CHECKS[kernel]
+    error = None
+    try:
+        compare(cases[name], device)
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    return {"kernel": kernel, "case": name, "error": error}
+
+
 def checks(settings: Settings) -> Iterator[Row]:
-    """Each case of `tests/kernel_cases.py` on the device."""
-    groups: dict[str, tuple[dict[str, Any], Callable[[Any, str], None]]] = {
-        "span_attention": (kernel_cases.ATTENTION, kernel_cases.check_attention),
-        "merge": ({str(s): s for s in kernel_cases.MERGES}, kernel_cases.check_merge),
-        "pack": ({str(s): s for s in kernel_cases.PACKS}, kernel_cases.check_pack),
-        "cache_write": (kernel_cases.WRITES, kernel_cases.check_write),
-    }
-    for group, (cases, check) in groups.items():
-        for name, case in cases.items():
-            error = None
-            try:
-                check(case, settings.device)
-            except Exception as caught:  # reported, and the exit status is 1
-                error = f"{type(caught).__name__}: {caught}"
-            yield {"kernel": group, "case": name, "error": error}
+    """All cases on the device; in a dry run, one of each kernel."""
+    wanted = [
+        (kernel, name, settings.device)
+        for kernel, (cases, _) in CHECKS.items()
+        for name in (cases if settings.device == "cuda" else list(cases)[:1])
+    ]
+    if not settings.workers:
+        yield from (check(*case) for case in wanted)
+        return
+    spawn = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    with ProcessPoolExecutor(settings.workers, spawn) as pool:
+        yield from pool.map(check, *zip(*wanted, strict=True))
 
 
 def copy_speed(settings: Settings, clock: Clock) -> float:
@@ -218,7 +259,7 @@ def peers(
 
     paged_k, paged_v = page(near_k), page(near_v)
 
-    def varlen() -> Tensor:
+    def varlen(**options: Any) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
         return varlen_attn(
@@ -226,15 +267,20 @@ def peers(
             paged_k,
             paged_v,
             edges,
-            None,
+            edges,
             1,
             decode.context,
             enable_gqa=True,
             seqused_k=used,
             block_table=row.view(decode.requests, pages),
+            **options,
         )
 
-    return {"torch sdpa, contiguous": sdpa, f"torch varlen, pages of {PAGE}": varlen}
+    return {
+        "torch sdpa, contiguous": sdpa,
+        f"torch varlen, pages of {PAGE}": varlen,
+        "torch varlen, one split": lambda: varlen(num_splits=1),
+    }
 
 
 def ranks(settings: Settings, clock: Clock) -> Iterator[Row]:
@@ -348,25 +394,32 @@ PARTS = {"decode": decoding, "ranks": ranks, "merge": merging, "write": writing,
 def run(settings: Settings, say: Callable[[str], None]) -> dict[str, Any]:
     """Everything that was asked for, as facts that JSON can hold."""
     clock = Clock(settings.device, settings.seconds)
+    end = time.monotonic() + settings.budget
     facts: dict[str, Any] = {"machine": machine(settings.device), "checks": [], "rows": []}
+    facts["left_out"] = []
     say(", ".join(f"{key} {value}" for key, value in facts["machine"].items()))
     if settings.checks:
         facts["checks"] = list(checks(settings))
+        facts["seconds_of_checks"] = settings.budget - (end - time.monotonic())
         wrong = [c for c in facts["checks"] if c["error"]]
         say(f"{len(facts['checks']) - len(wrong)} of {len(facts['checks'])} checks pass")
-        for check in wrong:
-            say(f"  {check['kernel']} {check['case']}: {check['error']}")
+        for case in wrong:
+            say(f"  {case['kernel']} {case['case']}: {case['error']}")
     speed = facts["copy_bytes_per_second"] = copy_speed(settings, clock)
     say(f"device-to-device copy: {speed / 1e9:.0f} GB/s, read and written")
     say(f"{'what':<12}{'shape':<34}{'by':<28}{'us':>10}{'GB/s':>8}{'share':>7}")
     for part, rows in PARTS.items():
         if settings.only and part not in settings.only:
             continue
-        for row in rows(settings, clock):
+        measured = rows(settings, clock)
+        while time.monotonic() < end and (row := next(measured, None)) is not None:
             if "seconds" in row:
                 row["share_of_copy"] = row["bytes"] / row["seconds"] / speed
             facts["rows"].append(row)
             say(line(row))
+        if time.monotonic() >= end:
+            facts["left_out"].append(part)
+            say(f"{part}: {settings.budget:.0f} seconds are over, the rest is left out")
     return facts
 
 
@@ -396,15 +449,18 @@ def parse(argv: Sequence[str]) -> tuple[Settings, bool]:
     parser.add_argument("--json", action="store_true", help="print JSON in place of a table")
     parser.add_argument("--no-checks", action="store_true", help="measure without checking first")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=[], help="parts to run")
+    parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU")
+    parser.add_argument("--budget", type=float, default=270, help="seconds, then it stops")
     parser.add_argument("--ranks", type=int, default=4, help="size of the DCP group")
     parser.add_argument("--seconds", type=float, default=0.2, help="for each measurement")
     given = parser.parse_args(argv)
-    if given.ranks < 1 or given.seconds <= 0:
-        parser.error("--ranks and --seconds are above 0")
+    if given.ranks < 1 or given.seconds <= 0 or given.budget <= 0:
+        parser.error("--ranks, --seconds and --budget are above 0")
+    settings = TINY if given.dry_run else replace(Settings(), ranks=given.ranks)
     settings = replace(
-        Settings(),
-        ranks=given.ranks,
-        seconds=given.seconds,
+        settings,
+        seconds=settings.seconds if given.dry_run else given.seconds,
+        budget=given.budget,
         checks=not given.no_checks,
         only=tuple(given.only),
     )
@@ -413,7 +469,11 @@ def parse(argv: Sequence[str]) -> tuple[Settings, bool]:
 
 def main(argv: Sequence[str]) -> int:
     settings, as_json = parse(argv)
-    if not torch.cuda.is_available():
+    if settings.device == "cpu":
+        if not interpreted(span_kernel):  # Triton decides it when a kernel is defined
+            environment = os.environ | {"TRITON_INTERPRET": "1"}
+            os.execve(sys.executable, [sys.executable, __file__, *argv], environment)
+    elif not torch.cuda.is_available():
         print(
             f"benchmarks/gpu.py needs a CUDA device, and torch {torch.__version__} finds none. "
             "Nothing was run.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -106,7 +107,7 @@ def test_the_backend_refuses_the_cpu_by_name() -> None:
     q = torch.zeros(1, 1, 16)
     assert TRITON.name == "triton"
     assert (triton.MAX_DIM, triton.MAX_VALUE_DIM) == (tiles.MAX_DIM, tiles.MAX_VALUE_DIM)
-    assert TRITON.refuse(q, q, q, None) == "it runs on CUDA devices, not on cpu"
+    assert TRITON.refuse(q, q, q, None) == "it runs on CUDA devices, not on the cpu"
 
 
 @pytest.mark.parametrize(
@@ -178,12 +179,17 @@ def test_the_benchmark_says_that_there_is_no_gpu() -> None:
     assert "needs a CUDA device" in done.stderr
 
 
-def test_the_benchmark_reads_its_arguments() -> None:
+def load_benchmark() -> Any:
     spec = importlib.util.spec_from_file_location("gpu_benchmark", BENCHMARK)
     assert spec
     assert spec.loader
     module = sys.modules["gpu_benchmark"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def test_the_benchmark_reads_its_arguments() -> None:
+    module = load_benchmark()
     settings, as_json = module.parse(["--json", "--only", "merge", "write", "--ranks", "2"])
     assert as_json
     assert (settings.only, settings.ranks, settings.checks) == (("merge", "write"), 2, True)
@@ -191,41 +197,33 @@ def test_the_benchmark_reads_its_arguments() -> None:
     settings, as_json = module.parse(["--no-checks", "--seconds", "0.5"])
     assert not as_json
     assert (settings.only, settings.checks, settings.seconds) == ((), False, 0.5)
+    assert module.parse(["--dry-run"])[0].device == "cpu"
     for wrong in (["--only", "nothing"], ["--ranks", "0"], ["--seconds", "-1"]):
         with pytest.raises(SystemExit) as caught:
             module.parse(wrong)
         assert caught.value.code == 2
 
 
-_ON_THE_CPU = """
-import json, sys
-sys.path.insert(0, sys.argv[1])
-import gpu
-small = dict(kv_heads=1, group=4, requests=2, context=64)
-decodes = gpu.Decode("gqa", **small), gpu.Decode("mla", **small, head_dim=80, value_dim=64)
-settings = gpu.Settings(device="cpu", decodes=decodes, ranks=2, copy_bytes=4096,
-                        merged=(2, 1, 4, 8), written=3, seconds=1e-9, checks=False)
-lines = []
-facts = gpu.run(settings, lines.append)
-json.dumps(facts)
-print(json.dumps({"facts": facts, "lines": lines}))
-"""
-
-
 @pytest.mark.timeout(600)
-def test_the_benchmark_runs_small_under_the_interpreter() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _ON_THE_CPU, str(BENCHMARK.parent)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        check=False,
-    )
+def test_a_dry_run_takes_every_line_of_the_benchmark() -> None:
+    done = benchmark("--dry-run", "--json")
     assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout.splitlines()[-1])
-    rows = result["facts"]["rows"]
+    facts = json.loads(done.stdout)
+    assert [check["error"] for check in facts["checks"]] == [None] * 4, facts["checks"]
+    assert facts["left_out"] == []
+    rows = facts["rows"]
     assert {row["what"] for row in rows} == {"decode", "rank of 2", "merge", "write", "host"}
-    ours = [row for row in rows if row["by"] != "torch varlen, pages of 256"]
+    ours = [row for row in rows if not row["by"].startswith("torch varlen")]
     assert all(row["seconds"] > 0 for row in ours), rows
+    theirs = [row["note"] for row in rows if row not in ours]
+    assert len(theirs) == 2
+    assert all(note.startswith("cannot: ") for note in theirs)
     assert sum("merged differs by" in row.get("note", "") for row in rows) == 2
-    assert len(result["lines"]) == len(rows) + 3
+
+
+def test_the_benchmark_stops_in_time_and_says_what_is_missing() -> None:
+    module, said = load_benchmark(), list[str]()
+    settings = dataclasses.replace(module.TINY, checks=False, budget=0.0, only=("write", "host"))
+    facts = module.run(settings, said.append)
+    assert (facts["rows"], facts["left_out"]) == ([], ["write", "host"])
+    assert said[-1] == "host: 0 seconds are over, the rest is left out"
