@@ -158,8 +158,9 @@ def paged_keys(
             request.require_kept(window)
     lo, hi = view.spans(positions, window)
     new = [request.new for request in requests]
-    request_rows = torch.tensor(rows)
+    request_rows, usual = torch.tensor(rows), 1
     if len(requests) != len(positions):
+        usual = -(-len(positions) // max(1, sum(count > 0 for count in new)))
         request_rows = request_rows.repeat_interleave(torch.tensor(new))
     at, device = request_rows.to(view.device), view.device
     most = max(new, default=0)
@@ -172,4 +173,5 @@ def paged_keys(
         hi.to(device),
         most,
         tuple(new) if causal else None,
+        usual,
     )
