@@ -16,6 +16,7 @@ from cplayers.cache.spec import (
     Plane,
     bytes_per_token,
 )
+from cplayers.cache.static import StaticDecode
 from cplayers.cache.transfer import Holding, Move, moves
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "Plane",
     "PoolStats",
     "ShardHeader",
+    "StaticDecode",
     "StepPlan",
     "ZigzagLayout",
     "bytes_per_token",

@@ -32,6 +32,7 @@ from cplayers.cache.prefill import Choice, Prefill
 from cplayers.cache.reads import Read, build_reads, paged_keys
 from cplayers.cache.tables import Request
 from cplayers.cache.view import RankView, Writes
+from cplayers.errors import StateError
 from cplayers.ops import PagedKeys, Spans
 
 
@@ -175,7 +176,17 @@ class StepPlan:
         return Context(tuple(sources), view.layout, view.cp_rank, positions, view.device)
 
     def reads(self, window: int | None = None) -> tuple[Read, ...]:
-        """Decode rows against the runs of their sequences' shards, runs out of reach left out."""
+        """Decode rows against the runs of their sequences' shards, runs out of reach left out.
+
+        Raises:
+            StateError: Of a step in static buffers, in which runs are not known.
+        """
+        if self.is_static:
+            raise StateError(
+                "a step in static buffers is read through block tables, which this layer's backend "
+                "does not look up; remedy: run it on plans without buffers, or see what "
+                "layer.local_backends() says and use a backend that is paged"
+            )
         if window not in self._reads:
             requests = self._requests[: self._num_decoding]
             positions = self._positions[: self.num_decode]

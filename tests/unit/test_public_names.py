@@ -36,8 +36,8 @@ PUBLIC = {
     """,
     "cplayers.cache": """
         BlockPool BlockShard CacheConfig CacheSpec GQASpec Holding InterleavedLayout Landing
-        Layout MLASpec Move PagedKVCache Plane PoolStats ShardHeader StepPlan ZigzagLayout
-        bytes_per_token load_shard moves save_shard
+        Layout MLASpec Move PagedKVCache Plane PoolStats ShardHeader StaticDecode StepPlan
+        ZigzagLayout bytes_per_token load_shard moves save_shard
     """,
     "cplayers.attention": """
         CachedLayer Combine DCPGQAAttention DCPMLAAttention Decode GatheredLinear HeadShard
@@ -45,7 +45,7 @@ PUBLIC = {
         attend_context attend_new combine combine_bytes gather_rows head_shard send_queries
         start_combine take_rows visit
     """,
-    "cplayers.hf": "CPCache CPState ContextParallelModel parallelize",
+    "cplayers.hf": "CPCache CPState ContextParallelModel parallelize serving_step",
     "cplayers.cli": "",
     "cplayers.conf": "CacheConf GQAConf MLAConf PrefillConf TopologyConf register_configs",
     "cplayers.serving": """

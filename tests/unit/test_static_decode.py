@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_refused() -> None:
     for seq in "ab":
         cache.add(seq)
     prompt = cache.plan([("a", 12)])
-    with pytest.raises(ConfigError, match="12 of prompts.*run prompts without buffers"):
+    with pytest.raises(ConfigError, match=r"12 of prompts.*run prompts without buffers"):
         buffers.load(prompt)
     cache.commit(prompt)
     stale = cache.plan([("a", 1)])
@@ -105,3 +105,11 @@ def test_what_does_not_fit_is_refused() -> None:
     cache.commit(cache.plan([("a", 1), ("b", 3)]))
     with pytest.raises(StateError, match="grown and lies elsewhere"):
         buffers.load(cache.plan([("a", 1)]))
+
+
+def test_a_backend_without_block_tables_is_refused() -> None:
+    layer = DCPGQAAttention(64, 8, 2, 16, layer_idx=0, backend="math", mesh=MESH)
+    cache = PagedKVCache(layer.cache_spec, InterleavedLayout(1, 4, 4), 1, 8)
+    step = StaticDecode(cache, 2).load(cache.plan([]))
+    with pytest.raises(StateError, match=r"static buffers.*local_backends"):
+        layer(torch.randn(2, 64), angles(step.positions), cache, step)
