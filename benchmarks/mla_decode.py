@@ -20,6 +20,7 @@ from benchmarks.settings import MLADecode
 from benchmarks.sites import Contestant, Here, OnRanks
 from cplayers import CPMesh, InterleavedLayout, MLASpec, Topology
 from cplayers.attention import CachedLayer, Scoring, Visit, visit
+from cplayers.ops import Partial
 
 TITLE = "Decode attention of one token in the latent (MLA)"
 OURS, PRODUCTS, GEMM = "cplayers", "two products and a softmax", "torch.mm of squares"
@@ -61,9 +62,11 @@ def on_ranks(
     own = torch.arange(num_heads).chunk(n)[mesh.rank("tp")]
     q = queries(num_heads, width)[:, own]
     cached = CachedLayer(cache, one_token(cache), 0)
-    step = partial(
-        visit, q, (torch.ones(1, 1, width),), cached, Scoring(width**-0.5), Visit(), mesh
-    )
+    row, scoring = (torch.ones(1, 1, width),), Scoring(width**-0.5)
+
+    def step() -> Partial:
+        return visit(q, lambda: row, cached, scoring, Visit(), mesh)
+
     return {
         OURS: Contestant(step, lambda partial: partial.out[0], own),
         **reads(planes(cache)),
