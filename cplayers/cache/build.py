@@ -15,6 +15,7 @@ from torch import Tensor
 from cplayers.cache.context import Context, Source
 from cplayers.cache.plan import StepPlan
 from cplayers.cache.prefill import Chunks, Prefill, build_prefill
+from cplayers.cache.sequences import Draft
 from cplayers.cache.table_store import TableStore
 from cplayers.cache.tables import Request
 from cplayers.cache.view import RankView, Writes
@@ -22,13 +23,14 @@ from cplayers.cache.zigzag import PackedZigzag
 
 
 def build_plan(
-    requests: Sequence[Request],
+    draft: Draft,
     view: RankView,
     tables: TableStore,
     version: int,
     max_decode_tokens: int,
 ) -> StepPlan:
     """The plan of one step on one rank, from requests that are the same on all ranks."""
+    requests = draft.requests
     decodes = [bool(r.cached) and r.new <= max_decode_tokens for r in requests]
     decode = [i for i, is_decode in enumerate(decodes) if is_decode]
     order = decode + [i for i, is_decode in enumerate(decodes) if not is_decode]

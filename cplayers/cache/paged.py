@@ -195,12 +195,11 @@ class PagedKVCache(PortableCache):
             CacheFullError: If the pool cannot hold the step; alike on all ranks.
         """
         draft = self._sequences.draft(requests)
-        plan = build_plan(
-            draft.requests, self.view_of_rank, self.tables, self._version + 1, max_decode_tokens
-        )
+        version = self._version + 1
+        plan = build_plan(draft, self.view_of_rank, self.tables, version, max_decode_tokens)
         for block in (*draft.overwritten, *draft.trial.taken):
             self.pool.forget(block)
-        self._version += 1
+        self._version = version
         self._pending = _Pending(plan, draft)
         return plan
 
