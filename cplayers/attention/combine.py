@@ -113,7 +113,7 @@ class _Share(NamedTuple):
     prefill: Prefill | None
 
     def chunks(self, parts: Tensor) -> Tensor:
-        """`[k, T, n, ...]`, by heads, to `[members, rows, n, ...]`, padded where rows are shared."""
+        """`[k, T, n, ...]`, by heads, to `[members, rows, n, ...]`, rows padded where shared."""
         if self.prefill is not None:
             return parts[:, self.prefill.spread].flatten(0, 1)
         copies = self.mesh.size("dcp") // len(parts)

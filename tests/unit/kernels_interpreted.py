@@ -21,6 +21,7 @@ from layer_cases import check_layer, check_replayed
 from torch import Tensor
 
 from cplayers.cache.view import Writes
+from cplayers.ops import Partial, by_device
 from cplayers.ops.backends.triton import TRITON
 from cplayers.ops.device import DTYPES
 from cplayers.ops.kernels.launch import Launch
@@ -84,3 +85,16 @@ def test_layers_run_on_kernels(
     check_layer(name, dtype, "cpu", "triton")
     check_replayed(name, "cpu", lambda step: step)
     assert launched == {span_kernel, write_kernel}
+
+
+@pytest.mark.parametrize("parts", [1, 3])
+def test_messages_by_kernel_are_those_by_torch(parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    partial = Partial(torch.randn(5, 6, 33).bfloat16(), torch.randn(5, 6))
+    plain = by_device.pack(partial, parts=parts)
+    merged = by_device.merge_packed(plain, B16)
+    monkeypatch.setattr(by_device, "refuse_kernels", lambda *tensors: None)
+    packed = by_device.pack(partial, parts=parts)
+    assert packed.shape == plain.shape == (parts, 5, 6 // parts, 35)
+    assert torch.equal(packed.view(torch.int16), plain.view(torch.int16))
+    for got, wanted in zip(by_device.merge_packed(packed, B16), merged, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=2**-8, atol=2**-8)

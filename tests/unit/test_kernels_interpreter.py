@@ -35,4 +35,4 @@ def test_all_cases_pass(report: str) -> None:
     counts = re.search(r"^(\d+) passed(.*) in ", report, re.MULTILINE)
     assert counts, report
     assert not counts[2], report
-    assert int(counts[1]) == len(ATTENTION) + len(MERGES) + len(PACKS) + len(WRITES) + 5
+    assert int(counts[1]) == len(ATTENTION) + len(MERGES) + len(PACKS) + len(WRITES) + 7
