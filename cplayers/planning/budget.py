@@ -1,13 +1,13 @@
 """What fills a card: weights, KV cache and the workspace of a step.
 
-weights    `cplayers.planning.weights`, by formula
-KV cache   `cplayers.planning.memory`, by formula, equal to what is allocated
-workspace  an estimate of the largest tensors that live at once in a step:
-rows*(4*h + 3*width of MLPs in use + own heads*(query + 2*value dim))*e
-+ gathered keys: min(workspace_tokens, context)*stored*e, where dcp is above 1
-+ expanded latents of these keys, own heads*(query + value dim)*e each
-+ logits: sequences*vocab*4
-rows: of a chunk, or the sequences that decode, whichever are more
+    weights    `cplayers.planning.weights`, by formula
+    KV cache   `cplayers.planning.memory`, by formula, equal to what is allocated
+    workspace  an estimate of the largest tensors that live at once in a step:
+               rows*(4*h + 3*width of MLPs in use + own heads*(query + 2*value dim))*e
+               + gathered keys: min(workspace_tokens, context)*stored*e, where dcp is above 1
+               + expanded latents of these keys, own heads*(query + value dim)*e each
+               + logits: sequences*vocab*4
+                 rows: of a chunk, or the sequences that decode, whichever are more
 """
 
 from __future__ import annotations
