@@ -8,6 +8,8 @@
                + expanded latents of these keys, own heads*(query + value dim)*e each
                + logits: sequences*vocab*4
                  rows: of a chunk, or the sequences that decode, whichever are more
+
+h is the model's width, e the bytes of an activation. All of it is for one rank.
 """
 
 from __future__ import annotations

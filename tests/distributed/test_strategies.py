@@ -160,8 +160,8 @@ def visiting(
         queries = [("pcp", "all_gather", (p - 1) * width * k * OWN * moves.query * e)]
     keys = (p - 1) * exchanged(topology, context, new) * moves.stored * e
     return [
+        *queries,  # on their way first, before the keys are projected
         ("pcp", "all_to_all", keys),
-        *queries,
         *combining(topology, how, rows, width, moves.result),
     ]
 
