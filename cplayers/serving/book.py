@@ -127,7 +127,7 @@ class Book:
         """Blocks beyond those that it has for which room is promised to a request of ``group``."""
         size = len(group)
         held = self.router.blocks(size, progress.cached)
-        return max(0, self.router.blocks(size, self.router.expected(progress)) - held)
+        return max(0, self.router.need(progress, size) - held)
 
     def move(
         self, progress: Progress, target: Replicas, room: Room, result: Round, reason: str
@@ -144,7 +144,7 @@ class Book:
         source = progress.group
         assert source is not None
         room.promise(source, -self.promised(progress, source))
-        room.promise(target, self.router.blocks(len(target), self.router.expected(progress)))
+        room.promise(target, self.router.need(progress, len(target)))
         self.log("migrate", progress, group=target, source=source, reason=reason)
         progress.group = target
         progress.history.append(target)
@@ -162,9 +162,10 @@ class Book:
         result.evict.append((progress.request.name, group))
 
     def begin_again(self, progress: Progress) -> None:
-        """Let a request wait, to be computed again from its tokens."""
+        """Let a request wait, to be computed again from its tokens; if it can end at all now."""
         progress.group, progress.cached, progress.cramped = None, 0, False
         progress.recomputed += 1
+        self._refuse_if_too_long(progress)
 
     def _refuse_if_too_long(self, progress: Progress) -> None:
         if not self.router.can_end(progress):

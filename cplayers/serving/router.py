@@ -37,10 +37,18 @@ class Router:
         """Blocks that ``length`` tokens take on each rank of a group of ``size`` replicas."""
         return self.layout(size).blocks(length)
 
-    def expected(self, progress: Progress) -> int:
-        """Tokens for which room is promised: what there is, and some headroom."""
-        length = max(progress.length, progress.cached) + self.config.headroom
-        return min(length, progress.request.most_cached)
+    def expected(self, progress: Progress, size: int) -> int:
+        """Tokens for which a group of ``size`` replicas promises room to a request.
+
+        What there is and some headroom, and never less than what its next steps may fill. It does
+        not depend on how much is cached, so that a request that begins again goes where it can end.
+        """
+        more = max(self.config.headroom, self.config.steps_of(size))
+        return min(progress.length + more, progress.request.most_cached)
+
+    def need(self, progress: Progress, size: int) -> int:
+        """Blocks on each rank for what is `expected`."""
+        return self.blocks(size, self.expected(progress, size))
 
     def can_end(self, progress: Progress) -> bool:
         """Whether some group can hold the request to its end, if it is alone there."""
@@ -52,8 +60,8 @@ class Router:
 
         Where no group is that large, the largest that there is.
         """
-        preferred, expected = self.config.preferred(progress.length), self.expected(progress)
-        fit = [s for s in self.sizes if self.blocks(s, expected) <= self.config.num_blocks]
+        preferred = self.config.preferred(progress.length)
+        fit = [s for s in self.sizes if self.need(progress, s) <= self.config.num_blocks]
         large = [size for size in fit if size >= preferred]
         return large[0] if large else (fit or self.sizes)[-1]
 

@@ -75,7 +75,7 @@ class Scheduler(Book):
         """Move a request to a group of at least ``size`` replicas that has room, if there is."""
         loads = self.router.loads(self.placed)
         for larger in [each for each in self.router.sizes if each >= size]:
-            need = self.router.blocks(larger, self.router.expected(progress))
+            need = self.router.need(progress, larger)
             for target in self.router.candidates(larger, loads, near=progress.group or ()):
                 if target != progress.group and self._may_join(target, need, room):
                     reason = f"{progress.length} tokens suit {size} replicas"
@@ -107,7 +107,7 @@ class Scheduler(Book):
             if progress.request.name in evicted:
                 continue  # its blocks are not everybody's yet
             size = self.router.size_for(progress)
-            need = self.router.blocks(size, self.router.expected(progress))
+            need = self.router.need(progress, size)
             groups = self.router.candidates(size, loads)
             group = next((g for g in groups if self._may_join(g, need, room)), None)
             if group is None:

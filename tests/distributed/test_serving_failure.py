@@ -69,7 +69,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
     ("steps", "points"),
     [
         ({3: 20}, {}),
-        ({0: 45}, {}),
+        slow({0: 45}, {}),
         slow({1: 15, 2: 40}, {}),
         slow({0: 10, 1: 20, 3: 30}, {}),
         *[slow({}, {i % 4: (2 + 3 * i, 0.0031 * (i % 5))}) for i in range(12)],

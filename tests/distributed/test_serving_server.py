@@ -32,7 +32,9 @@ def test_every_request_gets_the_tokens_of_a_run_alone(ranks, given, expected) ->
     assert max(max(line["used"]) for line in trace if line["event"] == "usage") <= CONFIG.num_blocks
 
 
-@pytest.mark.parametrize("sizes", [(1,), (4,), (2,)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(1,), *(pytest.param((n,), marks=pytest.mark.slow) for n in (2, 4))], ids=str
+)
 def test_fixed_degrees_are_a_choice_of_sizes(ranks, given, expected, sizes) -> None:
     config = replace(CONFIG, sizes=sizes, crossovers={}, num_blocks=60)
     (done, _), *_ = ranks(4).run(serve, config, given, 4, n=4)

@@ -69,6 +69,7 @@ def lose_two_in_turn(rank: int, folder: Path):
     return [list(left), total(mesh, rank)]
 
 
+@pytest.mark.slow
 def test_a_second_loss_is_survived_as_well(tmp_path) -> None:
     expected = [[1, 3], 4.0]
     assert reports_of(lose_two_in_turn, 4, tmp_path) == {1: expected, 3: expected}
@@ -84,6 +85,7 @@ def one_waits_where_nobody_failed(rank: int, folder: Path):
     return [list(left), total(*meshes(left, generation=1), rank)]
 
 
+@pytest.mark.slow
 def test_a_rank_that_regroups_ends_the_waiting_for_it(tmp_path) -> None:
     expected = [[0, 1, 2], 3.0]
     reports = reports_of(one_waits_where_nobody_failed, 3, tmp_path)
@@ -98,6 +100,7 @@ def one_comes_too_late(rank: int, folder: Path):
     return list(regroup(range(3), 1, limit_s=0.5))
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_left_behind_and_told(tmp_path) -> None:
     reports = reports_of(one_comes_too_late, 3, tmp_path)
     assert (reports[0], reports[1]) == ([0, 1], [0, 1])
