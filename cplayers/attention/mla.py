@@ -209,6 +209,8 @@ class DCPMLAAttention(MLAProjections):
         """
         if self.decode != "auto":
             return self.decode
+        if plan.is_static:  # its keys are known by block tables alone
+            return "gather_q"
         topology, sizes = self.mesh.topology, self.sizes
         if sizes not in plan.decode_choices:
             keys = sizes.fetch(topology, new=0, cached=plan.decode_context.width())

@@ -99,6 +99,7 @@ class StepPlan:
     @property
     def last(self) -> Tensor:
         """Packed index of the last new token of each request that has one, in the order given."""
+        self._require_plain("no requests: ask the plan that was loaded")
         new = torch.tensor(self.new, dtype=torch.long)
         return (new.cumsum(0) - 1)[new > 0]
 
@@ -151,7 +152,8 @@ class StepPlan:
     def middle(self) -> int | None:
         """Decode row that begins the second half of their work, between two requests.
 
-        ``None`` if there is but one request. It depends on lengths over all ranks alone.
+        ``None`` if there is but one request, or the step is in static buffers. It depends on
+        lengths over all ranks alone.
         """
         ends: list[tuple[int, int]] = []  # rows and keys up to each request that has rows
         rows = keys = 0
@@ -166,6 +168,7 @@ class StepPlan:
     @cached_property
     def decode_context(self) -> Context:
         """The keys of the requests that decode, this step's included, which are in the cache."""
+        self._require_plain("block tables alone: keys cannot be gathered from other ranks")
         sources, row1 = [], 0
         for request in self._requests[: self._num_decoding]:
             row0, row1 = row1, row1 + request.new
@@ -181,25 +184,31 @@ class StepPlan:
         Raises:
             StateError: Of a step in static buffers, in which runs are not known.
         """
-        if self.is_static:
-            raise StateError(
-                "a step in static buffers is read through block tables, which this layer's backend "
-                "does not look up; remedy: run it on plans without buffers, or see what "
-                "layer.local_backends() says and use a backend that is paged"
-            )
+        self._require_plain("block tables, which this layer's backend does not look up")
         if window not in self._reads:
             requests = self._requests[: self._num_decoding]
             positions = self._positions[: self.num_decode]
             self._reads[window] = tuple(build_reads(requests, positions, self._view, window))
         return self._reads[window]
 
+    def _require_plain(self, has: str) -> None:
+        if self.is_static:
+            raise StateError(
+                f"a step in static buffers has {has}; remedy: run this layer on plans without "
+                "buffers, or see what layer.local_backends() says and `StaticDecode` takes"
+            )
+
     def paged(self, window: int | None = None) -> PagedKeys:
         """The same for a kernel that looks up block tables, which are those of this step.
 
         Args:
             window: Sliding window of the layer, or ``None``.
+
+        Raises:
+            StateError: Of a step in static buffers that were made without this window.
         """
         if window not in self._paged:
+            self._require_plain(f"windows={list(self._paged)}, not window={window}")
             count, rows = self._num_decoding, self.num_decode
             self._paged[window] = paged_keys(
                 self._requests[:count],

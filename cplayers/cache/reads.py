@@ -159,7 +159,7 @@ def paged_keys(
     lo, hi = view.spans(positions, window)
     new = [request.new for request in requests]
     request_rows, usual = torch.tensor(rows), 1
-    if len(requests) != len(positions):
+    if any(count != 1 for count in new):
         usual = -(-len(positions) // max(1, sum(count > 0 for count in new)))
         request_rows = request_rows.repeat_interleave(torch.tensor(new))
     at, device = request_rows.to(view.device), view.device

@@ -33,10 +33,14 @@ class StaticDecode:
     Args:
         cache: The cache. Its table of blocks is enlarged now and may not grow any more.
         rows: Most rows of a step.
+        new_tokens: Most new tokens of a sequence in a step; above 1 for drafts to verify.
         max_tokens: Most tokens of a sequence, all ranks together; by default as many as the pool
             holds.
         sequences: Most sequences in the cache at a time; by default one for each row.
         windows: Sliding windows of the layers, ``None`` for those without one.
+
+    A layer needs a backend that looks up block tables (`CachedAttention.local_backends`), and a way
+    of decoding in which queries travel; ``overlap`` does nothing here.
 
     Attributes:
         positions: Position of each row in its sequence, int64 `[rows]`; 0 in rows that fill up.
@@ -47,6 +51,7 @@ class StaticDecode:
         cache: PagedKVCache,
         rows: int,
         *,
+        new_tokens: int = 1,
         max_tokens: int | None = None,
         sequences: int | None = None,
         windows: Sequence[int | None] = (None,),
@@ -58,14 +63,15 @@ class StaticDecode:
         if max_tokens is not None:
             blocks = min(blocks, cache.layout.blocks(max_tokens))
         cache.tables.reserve(sequences or rows, blocks)
-        device = cache.view_of_rank.device
-        self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
-        slots = torch.full_like(self.positions, -1)
-        table, size = cache.tables.table, cache.layout.block_size
+        device, table, size = cache.view_of_rank.device, cache.tables.table, cache.layout.block_size
         paged = {}
-        for window in windows:
-            request, lo, hi = (torch.zeros_like(self.positions) for _ in range(3))
-            paged[window] = PagedKeys(table, size, request, lo, hi, most_rows=rows)
+        with torch.inference_mode(False):  # so that both later modes may write in place
+            self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
+            slots = torch.full_like(self.positions, -1)
+            for window in windows:
+                request, lo, hi = (torch.zeros_like(self.positions) for _ in range(3))
+                paged[window] = PagedKeys(table, size, request, lo, hi, new_tokens)
+        self._new_tokens, self._at = new_tokens, self._addresses()
         empty = cache.plan([])
         self._step = replace(
             empty,
@@ -89,27 +95,34 @@ class StaticDecode:
 
         Raises:
             ConfigError: The plan has too many rows, or rows of prompts.
-            StateError: The plan is stale, or the table of blocks had to grow.
+            StateError: The plan is stale, or the cache or its table of blocks has grown.
         """
-        if plan.prefill is not None or plan.num_rows > self.rows:
+        most = max(plan.new, default=0)
+        if plan.prefill is not None or plan.num_rows > self.rows or most > self._new_tokens:
             raise ConfigError(
-                f"a plan of {plan.num_rows} rows, {plan.num_rows - plan.num_decode} of prompts",
-                f"these buffers hold up to {self.rows} rows that decode",
-                "run prompts without buffers; make buffers for more rows",
+                f"a plan of {plan.num_rows} rows, {plan.num_rows - plan.num_decode} of prompts, "
+                f"up to {most} of a sequence",
+                f"these buffers hold up to {self.rows} rows that decode, {self._new_tokens} of a "
+                "sequence",
+                "run prompts without buffers; make buffers for more rows or new_tokens",
             )
         self.cache.prepare(plan)
+        if self._addresses() != self._at:
+            raise StateError(
+                "the cache or its table of blocks has grown and lies elsewhere; remedy: make the "
+                "buffers with more sequences or max_tokens, and capture or compile again"
+            )
         for window, keys in self._step._paged.items():
             found = plan.paged(window)
-            if found.block_table.data_ptr() != keys.block_table.data_ptr():
-                raise StateError(
-                    "the table of blocks has grown and lies elsewhere; remedy: make the buffers "
-                    "with more sequences or max_tokens, and capture or compile again"
-                )
             for buffer, value in zip(keys[2:5], found[2:5], strict=True):
                 _fill(buffer, value, 0)
         _fill(self.positions, plan.positions, 0)
         _fill(self._step.slot_mapping, plan.slot_mapping, -1)
         return self._step
+
+    def _addresses(self) -> list[int]:
+        """Of what kernels read and write."""
+        return [t.data_ptr() for t in (self.cache.tables.table, *self.cache.storage.stores(0))]
 
 
 def _fill(buffer: Tensor, values: Tensor, rest: int) -> None:

@@ -29,8 +29,9 @@ class TableStore:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-        self.host = self.table.cpu()
+        with torch.inference_mode(False):  # so that both later modes may write in place
+            self.table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+            self.host = self.table.cpu()
         self._rows: dict[Hashable, int] = {}
         self._free = [0]
         self._unsettled: set[Hashable] = set()
@@ -59,7 +60,12 @@ class TableStore:
             self._loaded.append(seq)
             changed.append((row, first, blocks))
         if changed:
-            self._write(changed)
+            try:
+                self._write(changed)
+            except BaseException:  # what was not written whole begins anew
+                for seq in self._loaded:
+                    self.drop(seq)
+                raise
         return rows
 
     def settle(self) -> None:
@@ -103,9 +109,9 @@ class TableStore:
 
     def _resize(self, height: int, width: int) -> None:
         if (height, width) != tuple(self.table.shape):
-            table = self.host.new_zeros(height, width)
-            table[: self.host.shape[0], : self.host.shape[1]] = self.host
-            self.host = table
-            self.table = table.to(self.table.device)
+            with torch.inference_mode(False):
+                table = self.host.new_zeros(height, width)
+                table[: self.host.shape[0], : self.host.shape[1]] = self.host
+                self.host, self.table = table, table.to(self.table.device)
         taken = set(self._rows.values())
         self._free = [row for row in range(height - 1, -1, -1) if row not in taken]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from cplayers.errors import ConfigError
@@ -82,9 +83,12 @@ def attend_paged(
         backend: As for `attend`.
 
     Returns:
-        As `attend`, without gradient; or ``None``: the backend is called with keys, run by run.
+        As `attend`; or ``None``: the backend is called with keys, run by run.
+
+    Raises:
+        ConfigError: Shapes or dtypes do not fit together.
     """
-    q = q.detach()  # as what a cache holds is
+    _check_paged(q, k_cache, v_cache, keys)
     paged = select_paged(q, k_cache, v_cache, keys.most_rows, softcap, backend)
     if paged is None or paged.paged is None or not paged.takes(keys):
         return None
@@ -178,6 +182,31 @@ def _check(q: Tensor, k: Tensor, v: Tensor, lo: Tensor, hi: Tensor) -> None:
         "attention needs q [T, N, H], k [S, K, H], v [S, K, V] of one dtype, with K dividing N, "
         "and lo, hi [T]",
         "pass tensors of these shapes and of one dtype",
+    )
+
+
+def _check_paged(q: Tensor, k_cache: Tensor, v_cache: Tensor, keys: PagedKeys) -> None:
+    """Shapes and dtypes only, since a kernel would read beyond what does not fit."""
+    at = keys.request, keys.lo, keys.hi
+    if (
+        q.dim() == k_cache.dim() == v_cache.dim() == 3
+        and k_cache.shape[:2] == v_cache.shape[:2]
+        and q.shape[2] == k_cache.shape[2]
+        and k_cache.shape[0] > 0
+        and q.shape[1] % k_cache.shape[0] == 0
+        and q.dtype == k_cache.dtype == v_cache.dtype
+        and all(t.shape == q.shape[:1] and t.dtype == torch.int64 for t in at)
+        and keys.block_table.dtype == torch.int32
+        and keys.block_table.dim() == 2
+    ):
+        return
+    given = {"q": q, "k_cache": k_cache, "v_cache": v_cache, "table": keys.block_table}
+    given |= dict(zip(("request", "lo", "hi"), at, strict=True))
+    raise ConfigError(
+        ", ".join(f"{name} {list(t.shape)} {t.dtype}" for name, t in given.items()),
+        "attention needs q [T, N, H], k_cache [K, slots, H], v_cache [K, slots, V] of one dtype, "
+        "with K dividing N, int64 request, lo and hi [T], and an int32 table [S, B]",
+        "pass tensors of these shapes, and of the cache's dtype",
     )
 
 

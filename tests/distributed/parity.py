@@ -30,7 +30,7 @@ CONFIGS = {
 }
 PROMPTS = (1, 2, 3, 5, 17, 64)
 STEPS = 12
-HEAD_DIM = 8
+HEAD_DIM = 16  # so that decoding looks up block tables
 
 
 @dataclass(frozen=True)

@@ -84,7 +84,7 @@ class TinyMLA:
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.heads,
             "kv_lora_rank": 16,
-            "qk_rope_head_dim": 8,
+            "qk_rope_head_dim": 16,
             "qk_nope_head_dim": 6,
             "v_head_dim": 10,
             "max_position_embeddings": 256,

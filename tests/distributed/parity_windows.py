@@ -93,7 +93,7 @@ class TinyWindow:
             "num_hidden_layers": 2,
             "num_attention_heads": self.heads,
             "num_key_value_heads": self.kv_heads,
-            "head_dim": 8,
+            "head_dim": 16,
             "max_position_embeddings": 1024,
             "bos_token_id": None,
             "eos_token_id": None,

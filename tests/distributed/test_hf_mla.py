@@ -385,9 +385,9 @@ def test_the_report_says_how_latent_attention_decodes(options, line) -> None:
     model = alone(options := dict(options)).parallelize(V3.build(), workspace_tokens=64, **options)
     text = model.cp.report()
     assert f"\ndecode     {line}; prefill auto, workspace 64 tokens\n" in text
-    assert re.search(r"attention  2 layers: heads 0\.\.11 of 12, latent 16 \+ 8", text)
-    assert "192 bytes per token on its owner" in text  # 2 layers of (16 + 8) * 4 bytes
-    assert "\nbackends   decode: math, prefill: cpu\n" in text
+    assert re.search(r"attention  2 layers: heads 0\.\.11 of 12, latent 16 \+ 16", text)
+    assert "256 bytes per token on its owner" in text  # 2 layers of (16 + 16) * 4 bytes
+    assert "\nbackends   decode: native (paged), prefill: cpu\n" in text
     assert len(text.splitlines()) == 6
 
 

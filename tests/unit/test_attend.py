@@ -10,8 +10,10 @@ from torch import Tensor
 
 from cplayers.errors import ConfigError
 from cplayers.ops import (
+    PagedKeys,
     Tile,
     attend,
+    attend_paged,
     attention_reference,
     available_backends,
     select,
@@ -213,3 +215,49 @@ def test_wrong_arguments_are_named() -> None:
         attend(q, k, v, lo, hi + torch.tensor([0, 1]), scale=1.0)
     with pytest.raises(ConfigError, match=r"lo=-1, hi=5 in row 0"):
         attend(q, k, v, lo - 1, hi, scale=1.0)
+
+
+def test_a_query_that_is_not_a_number_spoils_no_other() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 2, 16), torch.randn(40, 1, 16), torch.randn(40, 1, 16)
+    spans = torch.tensor([0, 0]), torch.tensor([39, 40])
+    expected = attention_reference(q, k, v, *spans, scale=0.25)
+    q[1, 1] = torch.nan
+    for backend in ALL:
+        out, lse = attend(q, k, v, *spans, scale=0.25, backend=backend)
+        if backend == "native":  # others merge parts of it, which makes it nothing seen
+            assert bool(out[1, 1].isnan().all())
+        out[1, 1], lse[1, 1] = expected.out[1, 1].float(), expected.lse[1, 1].float()
+        torch.testing.assert_close(out.double(), expected.out, rtol=0, atol=1e-5)
+        torch.testing.assert_close(lse.double(), expected.lse, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("shift", [-1e35, -1e4, 0.0, 1e4, 1e35])
+def test_native_takes_scores_of_any_size(shift: float) -> None:
+    k = torch.ones(70, 1, 16)
+    k[:, 0, 0] = shift
+    v, q = torch.randn(70, 1, 16), torch.zeros(1, 1, 16)
+    q[..., 0] = 1
+    spans = torch.tensor([3]), torch.tensor([70])
+    out, lse = attend(q, k, v, *spans, scale=1.0, backend="native")
+    torch.testing.assert_close(out[0, 0], v[3:, 0].mean(0), rtol=0, atol=1e-5)
+    assert float(lse) == pytest.approx(shift + math.log(67), rel=1e-6)
+
+
+def test_paged_attention_takes_what_fits_together_alone() -> None:
+    q, cache = torch.randn(2, 4, 16), torch.randn(2, 8, 16)
+    at = torch.zeros(2, dtype=torch.long)
+    keys = PagedKeys(torch.zeros(1, 1, dtype=torch.int32), 8, at, at, at + 1, 1)
+    assert attend_paged(q, cache, cache, keys, scale=1.0) is not None
+    wrong = [
+        (q.bfloat16(), cache, keys),
+        (q, cache.bfloat16(), keys),
+        (q[:, :3], cache, keys),
+        (q, cache[:0], keys),
+        (q, cache, keys._replace(lo=at[:1])),
+        (q, cache, keys._replace(hi=at.int())),
+        (q, cache, keys._replace(block_table=keys.block_table.long())),
+    ]
+    for queries, stored, seen in wrong:
+        with pytest.raises(ConfigError, match="int64 request, lo and hi"):
+            attend_paged(queries, stored, stored, seen, scale=1.0)

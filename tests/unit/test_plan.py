@@ -263,3 +263,24 @@ def test_devices_other_than_the_cpu_get_a_slot_for_every_row() -> None:
     assert (writes.segments, writes.rows) == ((), None)
     assert writes.slots is not None
     assert (writes.slots.device.type, writes.slots.shape) == ("meta", slots.shape)
+
+
+def test_a_table_that_could_not_be_written_is_written_whole_next_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = cache_with([23], ranks=1)
+    cache.fork(0, "fork")
+    resize = cache.tables._resize
+
+    def fail(*_: int) -> None:
+        monkeypatch.setattr(cache.tables, "_resize", resize)
+        raise MemoryError
+
+    monkeypatch.setattr(cache.tables, "_resize", fail)
+    with pytest.raises(MemoryError):
+        cache.plan([("fork", 1)])
+    plan = cache.plan([("fork", 1)])
+    keys = plan.paged()
+    blocks = plan.block_table[0].tolist()
+    assert keys.block_table[keys.request[0], : len(blocks)].tolist() == blocks
+    assert (int(keys.lo), int(keys.hi)) == (0, 24)

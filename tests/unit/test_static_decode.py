@@ -54,7 +54,7 @@ def test_compiled_whole_and_once(build: object, window: int | None, backend: str
         plan = cache.plan([(seq, new)])
         layer(torch.randn(new, 64), angles(plan.positions), cache, plan)
         cache.commit(plan)
-    buffers = StaticDecode(cache, 4, windows=[window])
+    buffers = StaticDecode(cache, 4, new_tokens=2, windows=[window])
     compiled = torch.compile(layer, fullgraph=True, backend=backend)
     for step in range(9):
         if step == 3:
@@ -105,6 +105,51 @@ def test_what_does_not_fit_is_refused() -> None:
     cache.commit(cache.plan([("a", 1), ("b", 3)]))
     with pytest.raises(StateError, match="grown and lies elsewhere"):
         buffers.load(cache.plan([("a", 1)]))
+    buffers = StaticDecode(cache, 4)
+    with pytest.raises(ConfigError, match=r"up to 2 of a sequence.*1 of a sequence"):
+        buffers.load(cache.plan([("a", 2)]))
+    cache.grow(17)
+    with pytest.raises(StateError, match="grown and lies elsewhere"):
+        buffers.load(cache.plan([("a", 1)]))
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_what_a_layer_reads_besides_block_tables_is_refused(rows: int) -> None:
+    cache = PagedKVCache(gqa(None).cache_spec, InterleavedLayout(1, 4, 4), 1, 16)  # type: ignore[arg-type]
+    step = StaticDecode(cache, rows).load(cache.plan([]))
+    x, turn = torch.randn(rows, 64), angles(step.positions)
+    assert gqa(None)(x, turn, cache, step).shape == (rows, 64)
+    with pytest.raises(StateError, match=r"windows=\[None\], not window=8"):
+        gqa(8)(x, turn, cache, step)
+    for ask in (lambda: step.last, lambda: step.decode_context, step.reads):
+        with pytest.raises(StateError, match="static buffers"):
+            ask()
+    assert step.middle is None
+    latent = PagedKVCache(mla(None).cache_spec, InterleavedLayout(1, 4, 4), 1, 16)  # type: ignore[arg-type]
+    step = StaticDecode(latent, rows).load(latent.plan([]))
+    for decode in ("auto", "gather_kv"):
+        layer = DCPMLAAttention(64, 4, None, 32, 16, 16, 16, layer_idx=0, decode=decode, mesh=MESH)
+        if decode == "auto":
+            assert layer(x, turn, latent, step).shape == (rows, 64)
+        else:
+            with pytest.raises(StateError, match="cannot be gathered"):
+                layer(x, turn, latent, step)
+
+
+def test_modes_may_change_between_steps() -> None:
+    """What is made in inference mode is written outside of it, and the other way round."""
+    layer = gqa(None)
+    with torch.inference_mode():
+        cache = PagedKVCache(layer.cache_spec, InterleavedLayout(1, 4, 4), 1, 16)  # type: ignore[arg-type]
+        buffers = StaticDecode(cache, 4)
+    for turn, mode in enumerate((torch.inference_mode, torch.no_grad) * 2):
+        with mode():
+            cache.add(turn)
+            plan = cache.plan([(turn, 9)])
+            layer(torch.randn(9, 64), angles(plan.positions), cache, plan)
+            cache.commit(plan)
+            step = buffers.load(cache.plan([(turn, 1)]))
+            layer(torch.randn(4, 64), angles(step.positions), cache, step)
 
 
 def test_a_backend_without_block_tables_is_refused() -> None:

@@ -54,6 +54,7 @@ class PagedKeys(NamedTuple):
     hi: Tensor
     most_rows: int
     causal_rows: tuple[int, ...] | None = None
+    usual_rows: int = 1
 
     def part(self, rows: slice) -> PagedKeys:
         """Of some rows, those of whole requests, which come one after another."""
@@ -65,8 +66,6 @@ class PagedKeys(NamedTuple):
             counts = tuple([n for n, end in pairs if n and start < end <= rows.stop])
         request, lo, hi = self.request[rows], self.lo[rows], self.hi[rows]
         return self._replace(request=request, lo=lo, hi=hi, causal_rows=counts)
-
-    usual_rows: int = 1
 
 
 class RunPaged(Protocol):

@@ -106,6 +106,12 @@ def span_attention(
     refused = unavailable(head_dim, value_dim, q.dtype)
     if refused is not None:
         raise ConfigError(f"q {list(q.shape)} {q.dtype}", refused, 'use backend="math"')
+    if not (len(v_cache) and num_heads % len(v_cache) == 0 and len(lo) == len(hi) == num_rows):
+        raise ConfigError(
+            f"q {list(q.shape)}, v_cache {list(v_cache.shape)}, lo and hi of {len(lo)}, {len(hi)}",
+            "KV heads divide query heads, and each row has its span",
+            "pass tensors of these shapes",
+        )
     if not num_rows or not num_slots:
         return empty(num_rows, num_heads, value_dim, q.dtype, q.device)
     if request is None:

@@ -97,7 +97,9 @@ def _folder() -> Path:
         folder = Path.home() / ".cache" / "cplayers"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Code is loaded from it: nobody else may be able to put any there.
-        if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
+        stat = folder.stat()
+        own = stat.st_uid == os.getuid() and not stat.st_mode & 0o022
+        if own and os.access(folder, os.W_OK):
             return folder
     except (OSError, RuntimeError):
         pass

@@ -32,7 +32,7 @@
 #define CHUNK 16
 #endif
 #define ROWS 4
-#define NOTHING -1e30f /* reference point of a row that has seen no key yet */
+#define NOTHING -3e38f /* reference point of a row that has seen no key yet */
 #define HEADROOM 16.0f /* e^16 times a weight and the sum of 2^40 of them are far from overflow */
 #define TILE 4 /* vectors of a row of out that are held in registers */
 #define MIN_PART 512 /* keys of a part, below which it does not pay to cut */
@@ -136,7 +136,7 @@ static inline __attribute__((always_inline)) void visit(
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < padded; i += LANES)
             over = larger(over, load_floats(scores + r * CHUNK + i) - top[r]);
-    if (largest(over) > HEADROOM) raise_tops(rows, out, top, sum, scores, padded);
+    if (!(largest(over) <= HEADROOM)) raise_tops(rows, out, top, sum, scores, padded);
     for (int r = 0; r < rows; r++)
         for (int i = 0; i < padded; i += LANES) {
             vec weight = exponential(load_floats(scores + r * CHUNK + i) - top[r]);
@@ -246,9 +246,9 @@ static int attend(
 static void finish(
     const Work *w, int64_t token, int64_t n, const float *out, float top, float sum) {
     elem *to = w->out + (token * w->num_heads + n) * VALUE_DIM;
-    const float share = sum > 0.0f ? 1.0f / sum : 0.0f;
+    const float share = sum == 0.0f ? 0.0f : 1.0f / sum; /* NaN stays one */
     for (int c = 0; c < VALUE_DIM; c++) to[c] = narrow(out[c] * share);
-    w->lse[token * w->num_heads + n] = sum > 0.0f ? top + logf(sum) : -INFINITY;
+    w->lse[token * w->num_heads + n] = sum == 0.0f ? -INFINITY : top + logf(sum);
 }
 
 /* out [T, N, V] and lse [T, N], contiguous. Returns 0, or 1 where memory could not be had. */

@@ -90,8 +90,8 @@ static inline vec exponential(vec x) {
     return (vec)((ints)(p * (vec)power) & ~tiny);
 }
 
-static inline vec larger(vec a, vec b) {
-    ints more = a > b;
+static inline vec larger(vec a, vec b) { /* NaN if either is */
+    ints more = (a > b) | (a != a);
     return (vec)(((ints)a & more) | ((ints)b & ~more));
 }
 static inline float largest(vec x) {
