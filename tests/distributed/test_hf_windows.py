@@ -172,6 +172,7 @@ FAR = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("layout", FAR, ids=str)
 @pytest.mark.parametrize("tiny", [SWEPT[0], SWEPT[7]], ids=str)
 def test_what_is_out_of_every_window_is_given_back(ranks, tiny, layout) -> None:
@@ -203,6 +204,7 @@ def generate(tiny: TinyWindow, layout: LayoutWindow, ids: Tensor, mask: Tensor, 
     return out
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", [FAR[0], FAR[1], FAR[3]], ids=str)
 @pytest.mark.parametrize("tiny", SWEPT[:5], ids=str)
 def test_generate_equals_transformers(ranks, tiny, layout) -> None:

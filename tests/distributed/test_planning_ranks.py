@@ -195,6 +195,7 @@ CACHED, CHUNK = 64, 32  # shares of both are even
 EXCHANGE = ("pcp", "all_to_all")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("strategy", ["gather_q", "gather_kv"])
 @pytest.mark.parametrize("combine", ["a2a", "ag_rs", "ar"])
 @pytest.mark.parametrize(

@@ -92,6 +92,7 @@ def combining(topology: Topology, combine: str, e: int) -> Records:
     return [lse, ("dcp", "all_reduce", -(-2 * (g - 1) * T * heads * H * 4 // g))]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("topology", PLAIN + WITH_PCP, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
@@ -113,6 +114,7 @@ def test_a_decode_step_sends_what_the_tables_say(
         assert decode == before + o_proj(topology, T, e)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("topology", PLAIN, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_without_pcp_both_terms_have_the_form_of_a_ring(

@@ -81,6 +81,7 @@ def test_swap_layers(ranks: int) -> None:
     assert f"Topology(tp=1, dcp={ranks}, pcp={ranks}, dp=1)" in done.stdout
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("ranks", "decode"), [(1, "auto"), (2, "auto"), (2, "gather_kv"), (4, "replicate_q")]
 )
