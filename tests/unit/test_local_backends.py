@@ -24,9 +24,9 @@ CPU_PAGED = {"decode": "native (paged)", "prefill": "cpu"}
 def test_of_a_grouped_layer(options: dict[str, object], expected: dict[str, str]) -> None:
     layer = DCPGQAAttention(32, 4, 2, 16, layer_idx=0, mesh=MESH, **options)  # type: ignore[arg-type]
     assert layer.local_backends() == expected
-    if not options:  # 2 rows of a KV head for each new token, of which "native" takes up to 128
-        assert layer.local_backends(64) == CPU_PAGED
-        assert layer.local_backends(65) == {"decode": "cpu", "prefill": "cpu"}
+    if not options:  # 2 rows of a KV head for each new token, of which "native" takes up to 512
+        assert layer.local_backends(256) == CPU_PAGED
+        assert layer.local_backends(257) == {"decode": "cpu", "prefill": "cpu"}
         assert layer.double().local_backends() == {"decode": "cpu", "prefill": "cpu"}
 
 
