@@ -62,6 +62,10 @@ def exchange(
     return [own if i == me else came[i] for i in range(n)]
 
 
+FIRST_BYTES = 1016
+"""Bytes of each member that travel together with their number: short messages take one gather."""
+
+
 def gather_bytes(mesh: CPMesh, data: bytes, axis: str) -> list[bytes]:
     """Every member's ``data``, of any length, in rank order.
 
@@ -75,10 +79,17 @@ def gather_bytes(mesh: CPMesh, data: bytes, axis: str) -> list[bytes]:
     """
     if mesh.size(axis) == 1:
         return [data]
-    device = mesh.device_type
-    sizes = mesh.all_gather(torch.tensor([len(data)], device=device), axis)[:, 0].tolist()
-    row = torch.zeros(max(sizes), dtype=torch.uint8)
-    if data:
-        row[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    rows = mesh.all_gather(row.to(device), axis).cpu()
-    return [bytes(row[:size].tolist()) for row, size in zip(rows, sizes, strict=True)]
+    head = len(data).to_bytes(8, "little") + data[:FIRST_BYTES]
+    heads = _gather_rows(mesh, head, 8 + FIRST_BYTES, axis)
+    sizes = [int.from_bytes(each[:8], "little") for each in heads]
+    rest = max(0, max(sizes) - FIRST_BYTES)  # the same on all members
+    tails = _gather_rows(mesh, data[FIRST_BYTES:], rest, axis) if rest else [b""] * len(heads)
+    whole = (head[8:] + tail for head, tail in zip(heads, tails, strict=True))
+    return [text[:size] for text, size in zip(whole, sizes, strict=True)]
+
+
+def _gather_rows(mesh: CPMesh, data: bytes, size: int, axis: str) -> list[bytes]:
+    """Every member's ``data``, padded to ``size`` bytes."""
+    row = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
+    rows = mesh.all_gather(row.to(mesh.device_type), axis)
+    return [bytes(each.tolist()) for each in rows]

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, fields
 
 from cplayers.errors import ConfigError
 
+OF_SIZES = ("sizes", "crossovers", "steps")
+
 
 @dataclass(frozen=True)
 class ServingConfig:
@@ -21,8 +23,9 @@ class ServingConfig:
             ones; ``None``, or no entry, is never for its speed, only where memory asks for it.
             A calibration's numbers go here: ``crossovers(...).dcp`` of each degree.
         chunk_tokens: New prompt tokens of a group in one step, for each of its replicas.
-        steps: Steps between two agreed points of a group of one replica. A group of n replicas
-            makes ``max(1, steps // n)``, so that small groups do not wait long for large ones.
+        steps: Size of a group -> its steps between two agreed points: how the groups share the
+            time of a replica. A number is that of one replica; a group of n makes
+            ``max(1, steps // n)``. A size that is not named makes as many as the next smaller one.
         headroom: Tokens that a request may grow by for which room is promised in advance.
         patience: Agreed points for which a request is overtaken by others; then room is kept
             for it.
@@ -38,7 +41,7 @@ class ServingConfig:
     sizes: tuple[int, ...] = (1, 2, 4)
     crossovers: Mapping[int, int | None] = field(default_factory=dict)
     chunk_tokens: int = 256
-    steps: int = 4
+    steps: int | Mapping[int, int] = 4
     headroom: int = 64
     patience: int = 50
     max_running: int = 64
@@ -46,7 +49,7 @@ class ServingConfig:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.name not in ("sizes", "crossovers") and (type(value) is not int or value < 1):
+            if each.name not in OF_SIZES and (type(value) is not int or value < 1):
                 raise ConfigError(
                     f"{each.name}={value!r}", "an int of at least 1", f"pass {each.name} >= 1"
                 )
@@ -54,6 +57,13 @@ class ServingConfig:
         if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1:
             raise ConfigError(
                 f"sizes={self.sizes}", "sizes of groups ascend from at least 1", "e.g. (1, 2, 4)"
+            )
+        steps = self.steps if isinstance(self.steps, Mapping) else {sizes[0]: self.steps}
+        if sizes[0] not in steps or any(type(n) is not int or n < 1 for n in steps.values()):
+            raise ConfigError(
+                f"steps={self.steps}",
+                "steps of a group are an int of at least 1, and the smallest size has some",
+                "e.g. {1: 8, 4: 1}",
             )
         known = [self.crossovers.get(size) for size in sizes]
         marks = [mark for mark in known if mark is not None]
@@ -74,7 +84,9 @@ class ServingConfig:
 
     def steps_of(self, size: int) -> int:
         """Steps between two agreed points of a group of ``size`` replicas."""
-        return max(1, self.steps // size)
+        if isinstance(self.steps, int):
+            return max(1, self.steps // size)
+        return self.steps[max(known for known in self.steps if known <= size)]
 
     def chunk_of(self, size: int) -> int:
         """Most new prompt tokens in one step of a group of ``size`` replicas."""

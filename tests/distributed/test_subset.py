@@ -115,7 +115,7 @@ def uneven(members: tuple[int, ...]):
     here = mesh.rank("pcp")
     parts = [torch.full((j * 10 + here,), here, dtype=torch.uint8) for j in range(3)]
     came = exchange(mesh, parts, [here * 10 + i for i in range(3)], "pcp")
-    said = gather_bytes(mesh, b"x" * here, "pcp")
+    said = [gather_bytes(mesh, b"x" * (here * n), "pcp") for n in (1, 508, 509, 3000)]
     nothing = [torch.empty(0, dtype=torch.uint8)] * 3
     empty = exchange(mesh, nothing, [0] * 3, "pcp")
     record = next(r for r in mesh.traffic if r.operation == "exchange")
@@ -129,7 +129,7 @@ def test_parts_of_any_size_arrive_in_rank_order(ranks, members) -> None:
     for here, rank in enumerate(members):
         came, said, empty = results[rank]
         assert came == [[i] * (here * 10 + i) for i in range(3)]
-        assert said == [b"", b"x", b"xx"]
+        assert said == [[b"x" * (i * n) for i in range(3)] for n in (1, 508, 509, 3000)]
         assert empty == [0, 0, 0]
 
 

@@ -127,6 +127,29 @@ def test_custom_stack(ranks: int) -> None:
     assert sum(int(line[5]) for line in requests) > 0
 
 
+@pytest.mark.slow
+def test_disaggregated() -> None:
+    done = start("disaggregated.py", ranks=6)
+    assert done.returncode == 0, done.stderr
+    *batches, result = done.stdout.splitlines()
+    assert len(batches) == 3
+    assert result == "12 requests, 12 tokens each, as transformers generates them"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_dynamic_cp(ranks: int, tmp_path: Path) -> None:
+    trace, picture = tmp_path / "trace.jsonl", tmp_path / "trace.png"
+    done = start("dynamic_cp.py", str(trace), str(picture), ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    _, *requests, last = done.stdout.splitlines()
+    assert len(requests) == 9 and all(line.endswith("yes") for line in requests)
+    moves = sum(json.loads(line)["event"] == "migrate" for line in trace.read_text().splitlines())
+    assert last.startswith(f"{moves} moves while decoding;")
+    assert (moves > 0) == (ranks > 1)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_generate_help() -> None:
     done = start("generate.py", "--help")
     assert done.returncode == 0, done.stderr

@@ -21,6 +21,8 @@ from cplayers.serving.router import Router
     [
         ({"num_blocks": 0}, "num_blocks=0: an int of at least 1"),
         ({"steps": 1.5}, r"steps=1\.5"),
+        ({"steps": {2: 4}}, "the smallest size has some"),
+        ({"steps": {1: 4, 2: 0}}, "steps of a group"),
         ({"sizes": ()}, "sizes of groups ascend"),
         ({"sizes": (2, 1)}, "sizes of groups ascend"),
         ({"crossovers": {2: 100, 4: 50}}, "larger groups begin at longer ones"),
@@ -38,7 +40,13 @@ def test_a_crossover_is_the_first_length_that_prefers_a_size() -> None:
     never = ServingConfig(num_blocks=8, crossovers={2: None, 4: 1000})
     assert [never.preferred(n) for n in (999, 1000)] == [1, 4]
     assert ServingConfig(num_blocks=8, sizes=(2, 4)).preferred(1) == 2
-    assert [config.steps_of(size) for size in (1, 2, 4, 8)] == [4, 2, 1, 1]
+
+
+def test_steps_by_size() -> None:
+    whole = ServingConfig(num_blocks=8, steps=4)
+    assert [whole.steps_of(size) for size in (1, 2, 3, 4, 8)] == [4, 2, 1, 1, 1]
+    named = ServingConfig(num_blocks=8, steps={1: 9, 2: 5, 4: 2})
+    assert [named.steps_of(size) for size in (1, 2, 3, 4)] == [9, 5, 5, 2]
 
 
 @pytest.mark.parametrize(("prompt", "new"), [((), 1), ((1,), 0)])
