@@ -30,21 +30,26 @@ def build_plan(
     max_decode_tokens: int,
 ) -> StepPlan:
     """The plan of one step on one rank, from requests that are the same on all ranks."""
-    requests = draft.requests
-    decodes = [bool(r.cached) and r.new <= max_decode_tokens for r in requests]
-    decode = [i for i, is_decode in enumerate(decodes) if is_decode]
-    order = decode + [i for i, is_decode in enumerate(decodes) if not is_decode]
-    ordered = tuple([requests[i] for i in order])
+    requests = ordered = draft.requests
+    counts, lengths = [r.new for r in requests], [r.cached for r in requests]
+    num_new, starts = sum(counts), [0, *accumulate(counts)]
+    chunks = [i for i, n in enumerate(counts) if n > max_decode_tokens or not lengths[i]]
+    decode = order = list(range(len(requests)))
+    if chunks:
+        apart = set(chunks)
+        decode = [i for i in order if i not in apart]
+        order = decode + chunks
+        ordered = tuple([requests[i] for i in order])
     table_rows = tables.load(ordered)
-    starts = [0, *accumulate(request.new for request in requests)]
-    num_decode = sum(request.new for request in ordered[: len(decode)])
+    num_decode = num_new - sum([counts[i] for i in chunks])
 
     # The step's tokens in the order decode, prefill: request, position, place in the packed batch.
-    new = torch.tensor([request.new for request in ordered], dtype=torch.long)
-    row_request, offset = _expand(new, starts[-1])
-    cached = torch.tensor([request.cached for request in ordered], dtype=torch.long)
+    new, cached, first = torch.tensor([counts, lengths, starts[:-1]], dtype=torch.long)
+    if chunks:
+        new, cached, first = (t[torch.tensor(order)] for t in (new, cached, first))
+    row_request, offset = _expand(new, num_new)
     positions = cached[row_request] + offset
-    tokens = torch.tensor([starts[i] for i in order], dtype=torch.long)[row_request] + offset
+    tokens = first[row_request] + offset
     slots = _slots(positions, row_request, table_rows, tables.host, view)
     decode_writes = Writes.of(slots[:num_decode], view.device)
 
@@ -82,8 +87,8 @@ def build_plan(
         )
     return StepPlan(
         seqs=tuple([request.seq for request in requests]),
-        cached=tuple([request.cached for request in requests]),
-        new=tuple([request.new for request in requests]),
+        cached=tuple(lengths),
+        new=tuple(counts),
         positions=positions.to(view.device),
         tokens=tokens.to(view.device),
         num_decode=num_decode,
