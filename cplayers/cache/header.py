@@ -144,11 +144,21 @@ class ShardHeader:
         """Fingerprint that goes into the checksum of every block."""
         return hashlib.blake2b(self.to_json().encode(), digest_size=16).digest()
 
+    def select(self, rows: Tensor, heads: tuple[int, int]) -> Tensor:
+        """Of rows `[T, layers, features]`, those features that are of the model's ``heads``."""
+        if heads == self.holding.heads:
+            return rows
+        return rows[:, :, self.columns(heads).to(rows.device)]
+
+    def width(self, heads: tuple[int, int]) -> int:
+        """How many features those are."""
+        if heads == self.holding.heads:
+            return self.features
+        return (heads[1] - heads[0]) * sum(plane.dim for plane in self.planes)
+
     def columns(self, heads: tuple[int, int]) -> Tensor:
-        """Which features are those of the model's ``heads``, int64."""
+        """Which these are, int64."""
         low, high = heads[0] - self.first_head, heads[1] - self.first_head
-        if (low, high) == (0, self.num_heads):
-            return torch.arange(self.features)
         parts, at = [], 0
         for plane in self.planes:
             parts.append(torch.arange(at + low * plane.dim, at + high * plane.dim))
@@ -185,7 +195,7 @@ def require_fit(header: ShardHeader, own: ShardHeader) -> None:
                 f"the cache that takes it has {name}={ours}",
                 "send it to a cache of the same model",
             )
-    divided = header.num_heads > 1 or own.num_heads > 1
+    divided = all(len({plane.heads for plane in each.planes}) == 1 for each in (header, own))
     shapes = [
         [(plane.name, 1 if divided else plane.heads, plane.dim) for plane in each.planes]
         for each in (header, own)

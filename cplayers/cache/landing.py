@@ -53,9 +53,13 @@ class Arrival:
         """
         at = self.own.layout.local_index(positions) - self.start
         here = at.to(self.rows.device)
-        columns = self.own.columns(heads).to(self.rows.device)
-        layers = torch.arange(self.rows.shape[1], device=self.rows.device)
-        self.rows[here[:, None, None], layers[:, None], columns] = rows.to(self.rows.device)
+        came = rows.to(self.rows.device)
+        if heads == self.own.holding.heads:
+            self.rows[here] = came
+        else:
+            columns = self.own.columns(heads).to(self.rows.device)
+            layers = torch.arange(self.rows.shape[1], device=self.rows.device)
+            self.rows[here[:, None, None], layers[:, None], columns] = came
         first = self.own.first_head
         self.missing[at, heads[0] - first : heads[1] - first] = False
 
@@ -99,12 +103,13 @@ class Landing:
 
         Raises:
             TransferError: If it is of another model.
-            ConfigError: If the name is taken.
+            ConfigError: If the name is taken, or expected already.
             CacheFullError: If the pool cannot hold it.
         """
         cache = self.cache
         own = cache.blank(first_head=first_head)
         require_fit(header, own)
+        cache._sequences.require_new(seq, [arrival.seq for arrival in self.arrivals])
         hashes: list[bytes] = []
         if tokens is not None:
             hashes = cache._sequences.hash_units(tokens)
@@ -148,7 +153,9 @@ class Landing:
             CacheFullError: If the pool cannot hold it.
         """
         header = require_one_sequence([shard.header for shard in shards])
+        own = self.cache.blank(first_head=first_head)
         for shard in shards:
+            require_fit(shard.header, own)
             shard.require_shape()
         arrival = self.expect(seq, header, first_head=first_head, tokens=tokens)
         for shard in shards:
@@ -167,7 +174,8 @@ class Landing:
         """Write what came and make the sequences count.
 
         Raises:
-            StateError: If something has not come yet, or the pool was changed.
+            StateError: If something has not come yet, or a block was taken meanwhile.
+            ConfigError: If a name was taken meanwhile. The cache is unchanged, in either case.
         """
         for arrival in self.arrivals:
             if arrival.missing.any():
@@ -188,5 +196,4 @@ def _take(arrival: Arrival, shard: BlockShard, verify_all: bool) -> None:
     rows, taken = shard.verified(needed, verify_all)
     if needed.any():
         mine = needed[taken].nonzero()[:, 0].to(rows.device)
-        columns = header.columns((low, high)).to(rows.device)
-        arrival.fill(positions[needed], (low, high), rows[mine][:, :, columns])
+        arrival.fill(positions[needed], (low, high), header.select(rows[mine], (low, high)))

@@ -208,9 +208,24 @@ class PortableCache:
 
         Args:
             landing: Verified, of this cache as it is now.
+
+        Raises:
+            ConfigError: If a name was taken meanwhile. Nothing is changed.
+            StateError: If a block was. Nothing is changed.
         """
-        for block in landing.trial.taken:
-            self.pool.forget(block)
+        for arrival in landing.arrivals:
+            self._sequences.require_new(arrival.seq)
+        self.pool.apply(landing.trial)
+        try:
+            self._write_rows(landing)
+        except BaseException:
+            self.pool.release(landing.trial.taken)
+            raise
+        for arrival in landing.arrivals:
+            self._sequences.settle(arrival.seq, arrival.state)
+        self._pending = None
+
+    def _write_rows(self, landing: Landing) -> None:
         for arrival in landing.arrivals:
             slots = self.slots_of(arrival.state, arrival.positions)
             writes, at = Writes.of(slots, self.view_of_rank.device), 0
@@ -222,7 +237,3 @@ class PortableCache:
             for layer in range(self.num_layers):
                 given = tuple(plane[:, layer] for plane in planes)
                 self.storage.write(layer, writes, given)
-        self.pool.apply(landing.trial)
-        for arrival in landing.arrivals:
-            self._sequences.settle(arrival.seq, arrival.state)
-        self._pending = None

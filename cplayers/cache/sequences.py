@@ -95,7 +95,7 @@ class SequenceTable:
 
     def add(self, seq: Hashable, tokens: Sequence[int] | None) -> int:
         """Start a sequence on the longest reusable prefix of ``tokens``; returns its length."""
-        self._require_new(seq)
+        self.require_new(seq)
         state = SequenceState()
         if tokens is not None:
             state.hashes = self.hash_units(tokens)
@@ -110,7 +110,7 @@ class SequenceTable:
     def fork(self, seq: Hashable, new: Hashable) -> None:
         """Start ``new`` with the committed content of ``seq``, its blocks shared."""
         source = self.get(seq)
-        self._require_new(new)
+        self.require_new(new)
         self.pool.share(source.held)
         # The fork goes its own way: what `seq` announced beyond its length is not known of it.
         known = source.hashes[: source.length // self.layout.unit_tokens]
@@ -258,7 +258,7 @@ class SequenceTable:
             ConfigError: If the name is taken.
             CacheFullError: If the pool cannot hold it.
         """
-        self._require_new(seq)
+        self.require_new(seq)
         dropped = self.layout.full_blocks(oldest)
         table = BlockTable(range(dropped))  # any ids: nobody reads them
         table.extend(trial.pick(self.layout.blocks(length) - dropped))
@@ -287,8 +287,9 @@ class SequenceTable:
             ids = state.table.ids[unit * blocks : (unit + 1) * blocks]
             self.pool.register(state.hashes[unit], ids)
 
-    def _require_new(self, seq: Hashable) -> None:
-        if seq in self._states:
+    def require_new(self, seq: Hashable, others: Sequence[Hashable] = ()) -> None:
+        """Raise ConfigError if ``seq`` is the name of a sequence here, or among ``others``."""
+        if seq in self._states or seq in others:
             raise ConfigError(
                 f"seq={seq!r}",
                 "the name of a sequence is unique",

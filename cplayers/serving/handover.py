@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ class Route:
         """Bytes of a token in ``move``."""
         header = self.headers[move.source]
         itemsize: int = getattr(torch, header.dtype.removeprefix("torch.")).itemsize
-        return header.num_layers * len(header.columns(move.heads)) * itemsize
+        return header.num_layers * header.width(move.heads) * itemsize
 
     @property
     def nbytes(self) -> int:
@@ -180,8 +181,8 @@ def _routes(descriptions: Sequence[bytes]) -> list[Route]:
             routes.append(Route({}, []))
             continue
         header = require_one_sequence(list(give.values()))
-        for own in take.values():
-            require_fit(header, own)
+        for each, own in product(give.values(), take.values()):
+            require_fit(each, own)
         sources = {rank: each.holding for rank, each in give.items()}
         targets = {rank: each.holding for rank, each in take.items()}
         routes.append(Route(give, moves(sources, targets, header.oldest, header.length)))
@@ -212,8 +213,7 @@ def _send(
             passage, header = passages[i], route.headers[here]
             assert passage.source is not None
             part = passage.source.rows_at(passage.seq, move.positions)
-            columns = header.columns(move.heads).to(part.device)
-            part = part[:, :, columns].contiguous()
+            part = header.select(part, move.heads).contiguous()
             rows[move.target].append(part.view(torch.uint8).flatten())
             digest, edge = header.digest(), 0
             for block, count in zip(*route.blocks(move), strict=True):

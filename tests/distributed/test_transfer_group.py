@@ -11,7 +11,7 @@ import transfer_cases
 from transfer_cases import Case, Side, check, fill, same, snapshot
 
 from cplayers import CacheFullError, ConfigError, CPMesh, Topology, TransferError
-from cplayers.cache import Landing, moves
+from cplayers.cache import GQASpec, Landing, PagedKVCache, moves
 from cplayers.cache.shard import checksum
 from cplayers.serving import Passage, hand_over
 from cplayers.serving.handover import Route, _receive
@@ -110,6 +110,8 @@ def refused(how: str) -> tuple[str, str, bool]:
     given, taken = None, CASE.target.cache(rank, 1 if how == "full" else 40)
     if rank < 2:
         given = CASE.source.cache(rank, 40)
+        if how == "planes" and rank == 1:
+            given = PagedKVCache(GQASpec(2, 4), given.layout, 2, 40, 1, torch.float64)
         given.add("a")
         fill(given, CASE.source, rank, "a", 29 - (how == "lengths" and rank), 0.5)
     if how == "dtype" and rank == 2:
@@ -120,7 +122,7 @@ def refused(how: str) -> tuple[str, str, bool]:
     passages = [Passage("a", given, taken)]
     if how == "unknown":
         passages = [Passage("x", given, taken)]
-    if how == "counts" and rank == 2:
+    if how == "twice" or (how == "counts" and rank == 2):
         passages *= 2
     try:
         hand_over(mesh, "pcp", passages)
@@ -137,6 +139,8 @@ def refused(how: str) -> tuple[str, str, bool]:
         ("name", ["TransferError", "ConfigError", "TransferError"], "another rank refuses|unique"),
         ("lengths", ["TransferError"] * 3, "differ in length"),
         ("dtype", ["TransferError"] * 3, "dtype=torch.float64"),
+        ("planes", ["TransferError"] * 3, "a shard with planes"),
+        ("twice", ["ConfigError"] * 3, "the name of a sequence is unique"),
         ("unknown", ["TransferError"] * 3, "rank 0: seq='x'"),
         ("counts", ["TransferError"] * 3, r"\[1, 1, 2\] sequences by rank"),
     ],

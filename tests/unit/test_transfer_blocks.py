@@ -10,7 +10,7 @@ import torch
 import transfer_cases
 from transfer_cases import Case, Side, check, fill, same, snapshot
 
-from cplayers.cache import BlockShard, GQASpec, InterleavedLayout, PagedKVCache
+from cplayers.cache import BlockShard, GQASpec, InterleavedLayout, PagedKVCache, Plane
 from cplayers.errors import CacheFullError, ConfigError, TransferError
 
 SALT = 0.5
@@ -172,7 +172,7 @@ REFUSED = {
     ),
     "another dtype": (
         lambda a, b: [changed(s, dtype="torch.float32") for s in (a, b)],
-        "float64.* with|the header announces",
+        "a shard with dtype=torch.float32",
     ),
     "other hashes": (
         lambda a, b: [changed(s, hashes=("00" * 16,)) for s in (a, b)],
@@ -206,6 +206,34 @@ def test_a_cache_of_another_model_refuses() -> None:
         with pytest.raises(TransferError, match=words):
             cache.import_blocks("a", shards)
         assert (cache.seqs, cache.pool.num_used) == ((), 0)
+
+
+def with_planes(shard: BlockShard, *planes: Plane) -> BlockShard:
+    """Signed anew, so that nothing but its planes is wrong."""
+    return BlockShard.of(replace(shard.header, planes=planes), shard.rows)
+
+
+@pytest.mark.parametrize(
+    "planes",
+    [
+        (Plane("k", 2, 2), Plane("v", 2, 4)),
+        (Plane("k", 2, 3), Plane("zz", 2, 3)),
+        (Plane("k", 1, 6), Plane("v", 1, 6)),
+        (Plane("k", 1, 3), Plane("v", 3, 3)),
+        (Plane("k", 2, 6),),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("place", [0, 1])
+def test_no_shard_may_have_other_planes(planes: tuple[Plane, ...], place: int) -> None:
+    shards = exported(CASE)
+    shards[place] = with_planes(shards[place], *planes)
+    cache = CASE.target.cache(0, 40)
+    before = snapshot(cache)
+    for agree in (None, bool):
+        with pytest.raises(TransferError, match="a shard with planes"):
+            cache.import_blocks("a", shards, agree=agree)
+    assert same(before, snapshot(cache))
 
 
 def test_a_cache_that_is_full_or_has_the_name_refuses() -> None:
