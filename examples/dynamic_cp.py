@@ -41,7 +41,7 @@ model = LlamaForCausalLM(
     )
 ).eval()
 requests = [
-    Request(f"r{i}", tuple(torch.randint(3, 128, (length,)).tolist()), new, arrival=0.02 * i)
+    Request(f"r{i}", tuple(torch.randint(3, 128, (length,)).tolist()), new)
     for i, (length, new) in enumerate(
         [(9, 20), (150, 12), (40, 60), (12, 8), (70, 40), (33, 30), (5, 30), (61, 50), (200, 9)]
     )

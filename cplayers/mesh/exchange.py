@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from typing import cast
 
@@ -91,5 +92,5 @@ def gather_bytes(mesh: CPMesh, data: bytes, axis: str) -> list[bytes]:
 def _gather_rows(mesh: CPMesh, data: bytes, size: int, axis: str) -> list[bytes]:
     """Every member's ``data``, padded to ``size`` bytes."""
     row = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8)
-    rows = mesh.all_gather(row.to(mesh.device_type), axis)
-    return [bytes(each.tolist()) for each in rows]
+    rows = mesh.all_gather(row.to(mesh.device_type), axis).cpu()
+    return [ctypes.string_at(each.data_ptr(), size) for each in rows]

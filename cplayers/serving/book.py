@@ -48,6 +48,7 @@ class Book:
     Attributes:
         router: Which group suits a request.
         requests: Every request, by name.
+        unfinished: Those that are not over, by arrival.
         decisions: What was decided, in order, as plain values.
     """
 
@@ -55,6 +56,7 @@ class Book:
         self.config, self._shared = config, dcp_per_replica
         self.router = Router(config, fleet, dcp_per_replica)
         self.requests: dict[str, Progress] = {}
+        self.unfinished: dict[str, Progress] = {}
         self.decisions: list[dict[str, Any]] = []
         self.points = 0
         self.now = 0.0
@@ -62,7 +64,7 @@ class Book:
     def submit(self, request: Request, now: float) -> None:
         """Take a request in, or refuse it if no group can hold it to its end."""
         progress = Progress(request, len(self.requests))
-        self.requests[request.name] = progress
+        self.requests[request.name] = self.unfinished[request.name] = progress
         self.now = now
         self.log("arrive", progress)
         self._refuse_if_too_long(progress)
@@ -83,6 +85,7 @@ class Book:
         if progress.is_over:
             self.log("finish", progress, group=progress.group)
             progress.group, progress.cached = None, 0
+            del self.unfinished[name]
 
     def lose(self, fleet: Fleet, intact: Mapping[str, Replicas], now: float) -> None:
         """Ranks are gone: requests that are not ``intact`` begin again from their tokens.
@@ -112,12 +115,12 @@ class Book:
     @property
     def placed(self) -> list[Progress]:
         """Requests that a group holds, by arrival."""
-        return [p for p in self.requests.values() if p.group is not None]
+        return [p for p in self.unfinished.values() if p.group is not None]
 
     @property
     def waiting(self) -> list[Progress]:
         """Requests that wait for a group, by arrival."""
-        return [p for p in self.requests.values() if p.group is None and not p.is_over]
+        return [p for p in self.unfinished.values() if p.group is None]
 
     def running(self, group: Replicas) -> list[Progress]:
         """Requests that ``group`` holds, by arrival."""
@@ -176,6 +179,7 @@ class Book:
                 f"a group of {size}, which has {self.config.num_blocks}"
             )
             self.log("refuse", progress, reason=progress.refused)
+            del self.unfinished[progress.request.name]
 
     def log(
         self,

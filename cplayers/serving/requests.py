@@ -18,7 +18,7 @@ class Request:
         name: Unique among the requests of a run.
         prompt: Token ids, at least one.
         max_new_tokens: Most tokens to generate.
-        arrival: Seconds after the start of the run.
+        arrival: Seconds after the start of the server's first run.
         stop: Token ids that end the request; the one that was generated is its last token.
 
     Raises:

@@ -45,10 +45,14 @@ class Room:
 
     def lend(self, group: Replicas, blocks: int) -> list[int]:
         """Take ``blocks`` ids that are free on all replicas of ``group``; there are as many."""
-        ids = _bits(self._common(group), self.num_blocks, descending=len(group) > 1)[:blocks]
-        mask = sum(1 << block for block in ids)
+        common, ids = self._common(group), list[int]()
+        for _ in range(blocks):
+            bit = 1 << common.bit_length() - 1 if len(group) > 1 else common & -common
+            common ^= bit
+            ids.append(bit.bit_length() - 1)
+        taken = self._common(group) ^ common
         for replica in group:
-            self._free[replica] &= ~mask
+            self._free[replica] &= ~taken
         return ids
 
     def _common(self, group: Replicas) -> int:
@@ -56,10 +60,3 @@ class Room:
         for replica in group:
             common &= self._free[replica]
         return common
-
-
-def _bits(mask: int, width: int, *, descending: bool) -> list[int]:
-    """Indices of the bits that are set in ``mask``."""
-    digits = f"{mask:0{width}b}"  # the highest bit first
-    found = [width - 1 - i for i, digit in enumerate(digits) if digit == "1"]
-    return found if descending else found[::-1]

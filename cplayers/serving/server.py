@@ -131,6 +131,8 @@ class Server:
             raise ConfigError(
                 f"requests {names}", "the name of a request is unique", "choose other names"
             )
+        if not self.scheduler.requests:
+            self._began = time.monotonic()
         self._arrivals += sorted(given, key=lambda request: request.arrival)
         while True:
             try:
@@ -147,7 +149,7 @@ class Server:
     def _serve(self) -> bool:
         """From one agreed point to the next; False at the end of all requests."""
         result = self._absorb(gather_bytes(self.council, self._report(), "pcp"))
-        if not self._arrivals and all(p.is_over for p in self.scheduler.requests.values()):
+        if not self._arrivals and not self.scheduler.unfinished:
             return False
         self._execute(result)
         if not self.scheduler.placed:
@@ -164,7 +166,12 @@ class Server:
         for entry in self.scheduler.decisions[self._digested :]:
             self._digest = zlib.crc32(json.dumps(entry).encode(), self._digest)
         self._digested = len(self.scheduler.decisions)
-        said = {"now": self.clock(), "used": used, "progress": progress, "digest": self._digest}
+        said = {
+            "now": self.clock(),
+            "used": hex(used),
+            "progress": progress,
+            "digest": self._digest,
+        }
         return json.dumps(said).encode()
 
     def _absorb(self, said: Sequence[bytes]) -> Round:
@@ -181,7 +188,7 @@ class Server:
             runner.reported()
         while self._arrivals and self._arrivals[0].arrival <= now:
             self.scheduler.submit(self._arrivals.pop(0), now)
-        masks = dict(zip(self.live, (report["used"] for report in reports), strict=True))
+        masks = dict(zip(self.live, (int(report["used"], 16) for report in reports), strict=True))
         used = {replica: masks[self.fleet.ranks((replica,))[0]] for replica in self.fleet.replicas}
         counts = [mask.bit_count() for mask in used.values()]
         if not self._usage or self._usage[-1]["used"] != counts:

@@ -10,7 +10,7 @@ from serving_cases import CONFIG, alone, requests, serve
 
 @pytest.fixture(scope="module")
 def given() -> list:
-    return requests(3)
+    return requests(3, seconds=0.0)  # all at once: no decision depends on the time
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,8 @@ def expected(given) -> list[list[int]]:
 
 
 def test_every_request_gets_the_tokens_of_a_run_alone(ranks, given, expected) -> None:
-    results = ranks(4).run(serve, CONFIG, given, 4, n=4)
+    config = replace(CONFIG, num_blocks=40)
+    results = ranks(4).run(serve, config, given, 4, n=4)
     done, trace = results[0]
     for other, log in results[1:]:
         assert other == done
@@ -29,7 +30,7 @@ def test_every_request_gets_the_tokens_of_a_run_alone(ranks, given, expected) ->
     events = [line["event"] for line in trace]
     assert events.count("finish") == events.count("arrive") == len(given)
     assert events.count("migrate") >= 3
-    assert max(max(line["used"]) for line in trace if line["event"] == "usage") <= CONFIG.num_blocks
+    assert max(max(line["used"]) for line in trace if line["event"] == "usage") <= config.num_blocks
 
 
 @pytest.mark.parametrize(
@@ -46,3 +47,11 @@ def test_one_replica_needs_no_process_group(given, expected) -> None:
     config = replace(CONFIG, sizes=(1,), crossovers={}, num_blocks=60)
     done, _ = serve(config, given, 1)
     assert [new for new, *_ in done] == expected
+
+
+@pytest.mark.slow
+def test_requests_that_arrive_over_time_in_little_memory(ranks) -> None:
+    given = requests(3, count=40, seconds=2.0)
+    results = ranks(4).run(serve, CONFIG, given, 4, n=4)
+    assert all(result == results[0] for result in results)
+    assert [new for new, *_ in results[0][0]] == [alone(request) for request in given]

@@ -226,4 +226,5 @@ def test_short_requests_run_while_a_long_one_is_computed(patience: int) -> None:
     ends = {e["request"]: e["time"] for e in log if e["event"] == "finish"}
     begins = {e["request"]: e["time"] for e in log if e["event"] == "arrive"}
     assert ends["long"] > ends["s19"], "the example is none: the long one is over too early"
+    assert not world.scheduler.unfinished
     assert max(ends[r.name] - begins[r.name] for r in short) <= 7

@@ -7,11 +7,20 @@ from typing import Any
 
 import pytest
 import torch
+from serving_cases import served
 from transfer_cases import Side, check, fill
 
-from cplayers.cache import BlockPool, GQASpec, InterleavedLayout, PagedKVCache
+from cplayers.cache import BlockPool, GQASpec, InterleavedLayout, PagedKVCache, Plane
 from cplayers.errors import CacheFullError, ConfigError, StateError
-from cplayers.serving import Fleet, Progress, Request, ServingConfig, read_trace, write_trace
+from cplayers.serving import (
+    Fleet,
+    Progress,
+    Request,
+    Server,
+    ServingConfig,
+    read_trace,
+    write_trace,
+)
 from cplayers.serving.room import Room
 from cplayers.serving.router import Router
 
@@ -146,3 +155,38 @@ def test_a_trace_is_read_back(tmp_path: Path) -> None:
     write_trace(tmp_path / "trace", lines)
     assert len((tmp_path / "trace").read_text().splitlines()) == 2
     assert read_trace(tmp_path / "trace") == lines
+
+
+def test_a_budget_of_many_blocks_is_reported() -> None:
+    """Ints of more than 4,300 decimal digits have no decimal text in Python."""
+    config = ServingConfig(num_blocks=20_000, block_size=1, interleave_size=1, sizes=(1,))
+    (done,) = Server(served(), config, num_replicas=1).run([Request("a", (1, 2, 3), 4)])
+    assert len(done.new) == 4
+
+
+class Uneven:
+    """A spec whose planes have different numbers of heads, which cannot be cut."""
+
+    planes = (Plane("k", 2, 3), Plane("index", 1, 5))
+    value_dim = 3
+
+
+def test_planes_of_different_heads_travel_whole() -> None:
+    caches = [
+        PagedKVCache(Uneven(), InterleavedLayout(n, 2, 4), 2, 9, dtype=torch.float64)
+        for n in (1, 1)
+    ]
+    caches[0].add("a")
+    plan = caches[0].plan([("a", 6)])
+    for layer in range(2):
+        keys, index = torch.rand(6, 2, 3).double(), torch.rand(6, 1, 5).double()
+        for writes in plan.prefill_writes:
+            caches[0].write(plan, layer, writes, keys, index)
+    caches[0].commit(plan)
+    caches[1].import_blocks("b", [caches[0].export_blocks("a")])
+    slots = [caches[i].block_table(seq)[0] * 4 for i, seq in enumerate("ab")]
+    for layer in range(2):
+        pairs = zip(
+            *(c.view(layer, slot, 4) for c, slot in zip(caches, slots, strict=True)), strict=True
+        )
+        assert all(torch.equal(a, b) and a.any() for a, b in pairs)
