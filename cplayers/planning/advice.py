@@ -10,11 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from cplayers.planning.plan import Candidate, Choices, Load, candidates
+from cplayers.planning.plan import MOST_CARDS, Candidate, Choices, Load, candidates
 from cplayers.planning.shape import ModelShape
 from cplayers.planning.speeds import Hardware
-
-MOST_CARDS = 4096
 
 
 class Advice(NamedTuple):
@@ -157,11 +155,6 @@ def _nothing_fits(
     found: Sequence[Candidate],
 ) -> list[str]:
     """What is missing, and what would do."""
-    if not found:
-        return [
-            f"No layout of {gpus} cards is valid: tp divides the {shape.num_heads} heads, and "
-            "dp * pcp * tp is the number of cards."
-        ]
     least = found[0]
     reasons = [
         f"Nothing fits: {describe(least)} needs least, {gb(least.budget.used)} a card of which "

@@ -14,6 +14,7 @@ h is the model's width, e the bytes of an activation. All of it is for one rank.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -36,8 +37,9 @@ class Budget:
         workspace: Bytes of a step, an estimate.
         sequence: KV bytes of one sequence.
         sequences: Sequences on a replica.
-        max_context: Tokens to which each of these sequences may grow.
-        max_concurrency: Sequences of this context that all replicas hold.
+        max_context: Tokens to which each of these sequences may grow, with the workspace of such
+            a context.
+        max_concurrency: Sequences of this context that all replicas hold, with their workspace.
     """
 
     capacity: int
@@ -102,19 +104,42 @@ def budget_of(
     sequences = -(-concurrency // topology.dp)
     memory = KVMemory(shape, topology, cache, dtype, replicate_q=replicate_q)
     weights = weights_of(shape, topology, replicate_q=replicate_q).nbytes(precision)
-    workspace = workspace_bytes(
-        shape, topology, context=context, sequences=sequences, chunk=chunk, dtype=dtype
-    )
-    free = capacity - weights - workspace
+
+    def free(context: int, sequences: int) -> int:
+        """Bytes for the cache beside the step of such a load: more of it leave less."""
+        return (
+            capacity
+            - weights
+            - workspace_bytes(
+                shape, topology, context=context, sequences=sequences, chunk=chunk, dtype=dtype
+            )
+        )
+
+    def holds(context: int, sequences: int) -> bool:
+        return memory.nbytes(context, sequences) <= free(context, sequences)
+
+    # no load has more room than the smallest one
+    most_tokens = memory.max_context(sequences, free(1, sequences))
+    most_sequences = memory.max_sequences(context, free(context, 1))
+    most = _largest(lambda count: holds(context, count), most_sequences)
     return Budget(
         capacity=capacity,
         weights=weights,
-        workspace=workspace,
+        workspace=capacity - weights - free(context, sequences),
         sequence=memory.nbytes(context),
         sequences=sequences,
-        max_context=memory.max_context(sequences, free),
-        max_concurrency=topology.dp * memory.max_sequences(context, free),
+        max_context=_largest(lambda tokens: holds(tokens, sequences), most_tokens),
+        max_concurrency=topology.dp * most,
     )
+
+
+def _largest(holds: Callable[[int], bool], most: int) -> int:
+    """The largest number up to ``most`` that holds, where all below it do; 0 where none does."""
+    least = 0
+    while least < most:
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if holds(middle) else (least, middle - 1)
+    return least
 
 
 def workspace_bytes(

@@ -18,10 +18,16 @@ from cplayers.cache import CacheConfig
 from cplayers.errors import ConfigError
 from cplayers.mesh import Topology, legal_dcp
 from cplayers.planning.budget import Budget, budget_of
+from cplayers.planning.memory import check_layout
 from cplayers.planning.shape import ModelShape
 from cplayers.planning.speeds import ASSUMED, Assumed, Hardware
 from cplayers.planning.times import Seconds, TimeModel
 from cplayers.planning.weights import require_precision
+
+MOST_CARDS = 1024
+"""Of one plan: all of its layouts are judged."""
+MOST = 1 << 40
+"""Tokens or requests of a load; far above what fits, and small enough for floats to be exact."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Load:
         chunk: Prompt tokens that are computed in one step.
 
     Raises:
-        ConfigError: If a number is below 1, or nothing is left for the prompt.
+        ConfigError: If a number is below 1 or above 2^40, or nothing is left for the prompt.
     """
 
     context: int
@@ -52,6 +58,10 @@ class Load:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(
                     f"{name}={value!r}", f"{name} is an int of at least 1", f"pass {name} >= 1"
+                )
+            if value > MOST:
+                raise ConfigError(
+                    f"{name} above {MOST:,}", "no cards hold so many", f"pass a smaller {name}"
                 )
         if self.prompt < 1:
             raise ConfigError(
@@ -167,12 +177,20 @@ def candidates(
         choices: How the model runs.
 
     Raises:
-        ConfigError: On an unknown precision or way of combining, or on a number of cards or a
-            utilization that makes no sense.
+        ConfigError: On an unknown precision or way of combining, on a number of cards or a
+            utilization that makes no sense, and on heads that no layout can split.
     """
     choices = choices or Choices()
-    if not isinstance(gpus, int) or gpus < 1:
+    if not isinstance(gpus, int) or isinstance(gpus, bool) or gpus < 1:
         raise ConfigError(f"gpus={gpus!r}", "at least one card computes", "pass gpus >= 1")
+    if gpus > MOST_CARDS:
+        raise ConfigError(
+            f"gpus above {MOST_CARDS:,}",
+            f"layouts of up to {MOST_CARDS:,} cards are judged",
+            "plan one replica, and run several of it",
+        )
+    # cards that do not share a model: what is refused here is refused on every layout
+    check_layout(shape, Topology(dp=gpus), choices.cache)
     if not 0 < choices.utilization <= 1:
         raise ConfigError(
             f"utilization={choices.utilization}",

@@ -10,6 +10,7 @@ dimensions of a head, V its values.
 from __future__ import annotations
 
 import json
+import os.path
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -17,8 +18,20 @@ from pathlib import Path
 from typing import Any
 
 from cplayers.errors import ConfigError
+from cplayers.planning.fields import Fields, read_object
 
 MODELS = resources.files("cplayers.planning") / "models"
+MOST_HEADS, MOST_LAYERS = 1 << 16, 1 << 16
+INTERLEAVED = (
+    *("interleave_moe_layer_step", "moe_layers", "moe_layers_enum", "moe_layer_interval"),
+    *("expert_layer_period", "attn_layer_period", "attn_layer_indices", "attn_type_list"),
+    *("full_attention_interval", "full_attn_idxs", "linear_attn_config", "attention_chunk_size"),
+    *("hybrid_override_pattern", "hybrid_layer_ids", "layers_block_type", "block_types"),
+    *("block_configs", "cross_attention_layers", "num_kv_shared_layers", "ssm_cfg"),
+    *("mamba_d_state", "mamba_d_ssm", "ssm_state_size", "moe_num_experts"),
+)
+"""Fields of models whose layers differ in a way that is not counted here: mixtures in some layers
+only, state-space or linear attention, keys shared by layers, attention to another sequence."""
 
 
 @dataclass(frozen=True)
@@ -116,26 +129,17 @@ class ModelShape:
         Raises:
             ConfigError: If it is neither, cannot be read, or is a kind of model that is not known.
         """
-        preset = MODELS / f"{model.lower()}.json"
         if model.lower() in model_presets():
-            text = preset.read_text(encoding="utf-8")
-        else:
-            path = Path(model)
-            path = path / "config.json" if path.is_dir() else path
-            if not path.is_file():
-                raise ConfigError(
-                    f"model={model}",
-                    "a model is a preset, or a config.json or the folder that holds it",
-                    f"use one of {', '.join(model_presets())}, or a path that exists",
-                )
-            text = path.read_text(encoding="utf-8")
-        try:
-            config = json.loads(text)
-        except ValueError as error:
-            raise ConfigError(
-                f"model={model}", f"it is not JSON ({error})", "pass a Hugging Face config.json"
-            ) from None
-        return cls.from_config(config, name=model)
+            preset = MODELS / f"{model.lower()}.json"
+            return cls.from_config(json.loads(preset.read_text(encoding="utf-8")), name=model)
+        path = Path(model)
+        missing = ConfigError(
+            f"model={model}",
+            "a model is a preset, or a config.json or the folder that holds it",
+            f"use one of {', '.join(model_presets())}, or a path that exists",
+        )
+        path = path / "config.json" if os.path.isdir(path) else path
+        return cls.from_config(read_object(path, missing), name=model)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], name: str = "config.json") -> ModelShape:
@@ -146,24 +150,26 @@ class ModelShape:
             name: What to call the model.
 
         Raises:
-            ConfigError: If a field is missing, or attention is of a kind that is not known.
+            ConfigError: If a field is missing or of the wrong type, or if layers are of a kind
+                that is not counted.
         """
         if not isinstance(config, Mapping):
             raise ConfigError(f"model={name}", "it holds no fields", "pass a config.json")
-        text = config.get("text_config")  # of models that also see pictures
-        if isinstance(text, Mapping):
-            config = {**config, **text}
-        fields = _Fields(name, config)
-        heads = fields.count("num_attention_heads")
+        fields = Fields(name, config)
+        text = fields.inner("text_config").config  # of models that also see pictures
+        fields = Fields(name, {**fields.config, **text})
+        for key in INTERLEAVED:
+            if key in fields:
+                raise fields.error(key, "layers of more than one kind are counted wrongly")
+        heads = fields.count("num_attention_heads", most=MOST_HEADS)
         hidden = fields.count("hidden_size")
-        layers = fields.count("num_hidden_layers")
+        layers = fields.count("num_hidden_layers", most=MOST_LAYERS)
         latent = _latent(fields)
         if latent is not None:
             head_dim, value_dim = latent.nope_dim + latent.rope_dim, fields.count("v_head_dim")
         else:
             head_dim = value_dim = fields.count("head_dim", hidden // heads)
         window, windowed = _windows(fields, layers)
-        quantized = config.get("quantization_config") or {}
         return cls(
             name=name,
             hidden_size=hidden,
@@ -174,80 +180,65 @@ class ModelShape:
             value_dim=value_dim,
             intermediate_size=fields.count("intermediate_size"),
             vocab_size=fields.count("vocab_size"),
-            tied=bool(config.get("tie_word_embeddings", False)),
+            tied=fields.switch("tie_word_embeddings"),
             latent=latent,
             experts=_experts(fields, layers),
             window=window,
             windowed_layers=windowed,
-            max_positions=config.get("max_position_embeddings"),
-            precision=str(quantized.get("quant_method", "bf16")),
-            architecture=next(iter(config.get("architectures") or ()), ""),
-            source=config.get("_source", name),
+            max_positions=fields.first("max_position_embeddings") or None,
+            precision=fields.inner("quantization_config").text("quant_method", "bf16"),
+            architecture=next(iter(fields.items("architectures", str)), ""),
+            source=fields.text("_source", name),
         )
 
 
-class _Fields:
-    """Fields of a config, read with an error that names the file."""
-
-    def __init__(self, name: str, config: Mapping[str, Any]) -> None:
-        self.name, self.config = name, config
-
-    def count(self, key: str, default: int | None = None) -> int:
-        value = self.config.get(key)
-        value = default if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ConfigError(
-                f"model={self.name} with {key}={value!r}",
-                f"{key} is an int of at least 1",
-                "pass the config.json of a decoder with softmax attention",
-            )
-        return value
-
-    def first(self, *keys: str) -> int | None:
-        """The first of ``keys`` that is given."""
-        for key in keys:
-            if self.config.get(key) is not None:
-                return self.count(key)
-        return None
-
-
-def _latent(fields: _Fields) -> Latent | None:
-    if fields.config.get("kv_lora_rank") is None:
+def _latent(fields: Fields) -> Latent | None:
+    if "kv_lora_rank" not in fields:
         return None
     return Latent(
-        fields.first("q_lora_rank"),
+        fields.first("q_lora_rank") or None,
         fields.count("kv_lora_rank"),
         fields.count("qk_nope_head_dim"),
         fields.count("qk_rope_head_dim"),
     )
 
 
-def _experts(fields: _Fields, layers: int) -> Experts | None:
+def _experts(fields: Fields, layers: int) -> Experts | None:
     count = fields.first("n_routed_experts", "num_local_experts", "num_experts")
-    active = fields.first("num_experts_per_tok", "experts_per_token")
-    if count is None or active is None:
+    if not count:
         return None
-    width = fields.count("moe_intermediate_size", fields.config.get("intermediate_size"))
-    dense = fields.config.get("first_k_dense_replace") or 0
-    step = fields.first("moe_layer_freq", "decoder_sparse_step") or 1
-    only_dense = set(fields.config.get("mlp_only_layers") or ())
-    if "decoder_sparse_step" in fields.config:
+    active = fields.first("num_experts_per_tok", "experts_per_token")
+    if not active or active > count:
+        raise fields.error(
+            "num_experts_per_tok", f"a token uses at least 1 and at most all {count} experts"
+        )
+    width = fields.count("moe_intermediate_size", fields.count("intermediate_size"))
+    dense = fields.natural("first_k_dense_replace")
+    only_dense = set(fields.items("mlp_only_layers", int))
+    if "decoder_sparse_step" in fields:
+        step = fields.count("decoder_sparse_step")
         sparse = [i for i in range(layers) if i not in only_dense and (i + 1) % step == 0]
     else:
-        sparse = [i for i in range(dense, layers) if i % step == 0]
+        step = fields.count("moe_layer_freq", 1)
+        sparse = [i for i in range(dense, layers) if i not in only_dense and i % step == 0]
     if not sparse:
         return None
-    shared = (fields.first("n_shared_experts") or 0) * width
+    shared = fields.first("shared_expert_intermediate_size", "shared_intermediate_size")
+    if shared is None:
+        shared = fields.natural("n_shared_experts") * width
     return Experts(count, active, width, shared, len(sparse))
 
 
-def _windows(fields: _Fields, layers: int) -> tuple[int | None, int]:
+def _windows(fields: Fields, layers: int) -> tuple[int | None, int]:
     """The sliding window, and in how many layers it counts."""
-    kinds = fields.config.get("layer_types")
-    window = fields.first("sliding_window")
-    if kinds is None:
-        off = window is None or fields.config.get("use_sliding_window") is False
-        return (None, 0) if off else (window, layers)
+    kinds = fields.items("layer_types", str)
+    window = fields.first("sliding_window") or None
+    if not kinds:
+        off = window is None or not fields.switch("use_sliding_window", default=True)
+        if off:
+            return None, 0
+        full = fields.first("sliding_window_pattern")  # each so many layers, one sees all tokens
+        return window, layers - (layers // full if full else 0)
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown:
         raise ConfigError(
@@ -255,7 +246,9 @@ def _windows(fields: _Fields, layers: int) -> tuple[int | None, int]:
             "every layer has softmax attention over all tokens or a window of them",
             "pass a model of such layers",
         )
-    windowed = list(kinds).count("sliding_attention")
+    if len(kinds) != layers:
+        raise fields.error("layer_types", f"layer_types has one entry for each of {layers} layers")
+    windowed = kinds.count("sliding_attention")
     return (window, windowed) if windowed and window else (None, 0)
 
 

@@ -11,16 +11,22 @@ publish no latency: `ASSUMED` says what is assumed instead. `cplayers.planning.c
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from cplayers.errors import ConfigError
 from cplayers.mesh import AXES, Topology
+from cplayers.planning.fields import read_object, shown
 
 PRESETS = resources.files("cplayers.planning") / "hardware.json"
+
+MOST = 1e30
+"""Of a figure of a card: what is reckoned with it stays finite."""
+MOST_IN_NODE = 1 << 20
 
 
 class Assumed(NamedTuple):
@@ -162,27 +168,37 @@ class Hardware:
         presets: dict[str, Any] = json.loads(PRESETS.read_text(encoding="utf-8"))
         fields = presets.get(hardware.lower())
         if fields is None:
-            path = Path(hardware)
-            if not path.is_file():
-                raise ConfigError(
+            fields = read_object(
+                Path(hardware),
+                ConfigError(
                     f"hardware={hardware}",
                     "hardware is a preset or a JSON file",
                     f"use one of {', '.join(presets)}, or a path that exists",
-                )
-            try:
-                fields = dict(json.loads(path.read_text(encoding="utf-8")))
-            except (ValueError, TypeError) as error:
-                raise ConfigError(
-                    f"hardware={hardware}", f"it is not JSON ({error})", "pass a JSON object"
-                ) from None
+                ),
+            )
         needed = ("flops", "memory", "memory_bandwidth", "link_bandwidth")
-        for name in (*needed, "node_size", "network_bandwidth"):
-            value = fields.get(name, None if name in needed else 1)
-            if not isinstance(value, int | float) or not value > 0:
+        for name in (*needed, "network_bandwidth"):
+            value: Any = fields.get(name, None if name in needed else 1)
+            if not _is(value, int, float) or not 1 <= value <= MOST:
                 raise ConfigError(
-                    f"hardware={hardware} with {name}={value!r}",
-                    f"{name} is a number above 0",
+                    f"hardware={hardware} with {name}={shown(value)}",
+                    f"{name} is a number above 0, from 1 to {MOST:.0e}",
                     f"give it {', '.join(needed)}, in bytes and seconds",
+                )
+        size = fields.get("node_size", 1)
+        if not _is(size, int) or not 1 <= size <= MOST_IN_NODE:
+            raise ConfigError(
+                f"hardware={hardware} with node_size={shown(size)}",
+                f"node_size is an int from 1 to {MOST_IN_NODE:,}",
+                "give it the number of cards that share fast links",
+            )
+        for name, kind in (("name", str), ("title", str), ("source", dict)):
+            value = fields.get(name, kind())
+            if not isinstance(value, kind):
+                raise ConfigError(
+                    f"hardware={hardware} with {name}={shown(value)}",
+                    f"{name} is {'an object' if kind is dict else 'a text'}",
+                    "write it so, or leave it out",
                 )
         unknown = sorted(fields.keys() - cls.__dataclass_fields__.keys())
         if unknown:
@@ -202,11 +218,20 @@ class Hardware:
         """
         links = {"*": Link(assumed.latency_s, assumed.links * self.link_bandwidth)}
         network = Link(assumed.network_latency_s, assumed.links * self.network_bandwidth)
-        for axis in AXES:
-            for group in topology.groups(axis):
-                if len({rank // self.node_size for rank in group}) > 1:
-                    links[axis] = network
+        # replicas do not talk, and after so many of them they lie on nodes as the first ones do
+        replica = topology.pcp * topology.tp
+        period = self.node_size // math.gcd(replica, self.node_size)
+        some = replace(topology, dp=min(topology.dp, period))
+        for axis in (axis for axis in AXES if axis != "dp"):
+            nodes = ({rank // self.node_size for rank in group} for group in some.groups(axis))
+            if any(len(spanned) > 1 for spanned in nodes):
+                links[axis] = network
         return Speeds(assumed.compute * self.flops, assumed.memory * self.memory_bandwidth, links)
+
+
+def _is(value: object, *kinds: type) -> bool:
+    """Whether it is of these kinds; truth values are no numbers."""
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 def hardware_presets() -> list[str]:

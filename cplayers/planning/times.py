@@ -38,6 +38,10 @@ from cplayers.planning.traffic import (
 )
 from cplayers.planning.weights import weights_of
 
+MOST_STEPS = 64
+"""Steps of a prompt that are reckoned one by one; a step's time is piecewise linear in what is
+cached, so that one in the middle stands for its neighbours."""
+
 
 class Seconds(NamedTuple):
     """Where the time of a step, or of one layer, goes.
@@ -216,13 +220,19 @@ class TimeModel:
     def first_token(self, prompt: int, chunk: int) -> Seconds:
         """The time to the first token of a prompt that has the replica to itself.
 
+        Of a prompt of many chunks `MOST_STEPS` are reckoned, and each stands for its neighbours.
+
         Args:
             prompt: Its tokens.
             chunk: Tokens that are computed in one step.
         """
-        seconds = Seconds()
-        for start in range(0, prompt, chunk):
-            seconds = seconds.plus(self.prompt_step(min(chunk, prompt - start), start))
+        whole, rest = divmod(prompt, chunk)
+        seconds = self.prompt_step(rest, whole * chunk) if rest else Seconds()
+        runs = min(whole, MOST_STEPS)
+        for run in range(runs):  # steps that follow one another count as the one in their middle
+            first, end = run * whole // runs, (run + 1) * whole // runs
+            middle = self.prompt_step(chunk, (first + end - 1) * chunk // 2)
+            seconds = seconds.plus(middle, end - first)
         return seconds
 
     def _step(self, full: Seconds, windowed: Seconds, rows: int, last_rows: int) -> Seconds:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -229,6 +230,28 @@ def test_a_sequence_that_outgrows_a_card_gets_dcp() -> None:
     assert budget.max_context >= MILLION and budget.max_concurrency == 4
 
 
+@pytest.mark.parametrize(
+    ("model", "context", "concurrency"),
+    [("deepseek-v3", 8192, 200), ("gpt-oss-20b", 8192, 1), ("deepseek-v3", 100, 1)],
+)
+def test_what_a_budget_says_to_hold_fits_and_one_more_does_not(
+    model: str, context: int, concurrency: int
+) -> None:
+    def fits(of: Any, context: int, concurrency: int) -> bool:
+        load = Load(context, concurrency)
+        found = candidates(shape, hardware, 8, load)
+        key = of.degrees, of.replicate_q
+        return next(c.fits for c in found if (c.degrees, c.replicate_q) == key)
+
+    shape, hardware = ModelShape.load(model), Hardware.load("h200")
+    some = [c for c in candidates(shape, hardware, 8, Load(context, concurrency)) if c.fits][:3]
+    assert some
+    for c in some:
+        most, longest = c.budget.max_concurrency, c.budget.max_context
+        assert fits(c, context, most) and not fits(c, context, most + 1)
+        assert fits(c, longest, concurrency) and not fits(c, longest + 1, concurrency)
+
+
 def test_short_and_many_sequences_get_replicas() -> None:
     _, advice = plan("llama-3-8b", 8, 2048, 1024)
     assert advice.best is not None
@@ -271,6 +294,37 @@ def test_predictions_move_the_right_way() -> None:
     whole, half = model.first_token(65_536, 8192), halves.first_token(65_536, 8192)
     assert half.attention == pytest.approx(whole.attention / 2)
     assert half.products == pytest.approx(whole.products / 2, rel=0.01)
+
+
+def test_a_prompt_of_many_chunks_is_as_long_as_the_sum_of_its_steps() -> None:
+    shape, topology = ModelShape.load("gpt-oss-20b"), Topology(tp=2, dcp=2)
+    model = TimeModel(shape, topology, Hardware.load("h200").speeds(topology))
+    for prompt, chunk, error in ((1000, 64, 1e-12), (300_001, 100, 1e-3)):
+        steps = [
+            model.prompt_step(min(chunk, prompt - start), start)
+            for start in range(0, prompt, chunk)
+        ]
+        expected = sum(step.total for step in steps)
+        assert model.first_token(prompt, chunk).total == pytest.approx(expected, rel=error)
+
+
+def test_plans_of_extremes_end() -> None:
+    shape, hardware = _anything()
+    started = time.perf_counter()
+    assert candidates(shape, hardware, 8, Load(1 << 30, chunk=1))
+    assert time.perf_counter() - started < 30  # half a second; a step for each token takes hours
+    with pytest.raises(ConfigError, match="gpus above 1,024: layouts of up to 1,024 cards"):
+        candidates(shape, hardware, 9_999_999_999_999, Load(100))
+    for name in ("context", "concurrency", "chunk"):
+        with pytest.raises(ConfigError, match=f"^{name} above 1,099,511,627,776: no cards hold"):
+            Load(**{"context": 100, name: 10**400})
+
+
+@pytest.mark.parametrize("kv_heads", [7, 64])
+def test_heads_that_no_layout_can_split_are_refused_with_the_cause(kv_heads: int) -> None:
+    shape = ModelShape("x", 64, 1, 32, kv_heads, 8, 8, 64, 64)
+    with pytest.raises(ConfigError, match=f"num_kv_heads={kv_heads}: num_heads is a multiple"):
+        advise(shape, Hardware.load("h200"), 8, Load(100))
 
 
 def test_crossovers_are_where_the_model_says() -> None:
@@ -343,6 +397,89 @@ def test_other_models_are_refused(change: dict[str, Any], message: str) -> None:
     fields = json.loads((MODELS / "qwen3-8b.json").read_text(encoding="utf-8"))
     with pytest.raises(ConfigError, match=message):
         ModelShape.from_config({**fields, **change})
+
+
+def test_shared_experts_with_a_width_of_their_own_are_counted() -> None:
+    # https://huggingface.co/Qwen/Qwen2-57B-A14B/blob/main/config.json; "57B", 57.4 in its report
+    fields = {
+        **dict(hidden_size=3584, num_hidden_layers=28, num_attention_heads=28),
+        **dict(num_key_value_heads=4, intermediate_size=18944, moe_intermediate_size=2560),
+        **dict(shared_expert_intermediate_size=20480, num_experts=64, num_experts_per_tok=8),
+        **dict(decoder_sparse_step=1, vocab_size=151_936),
+    }
+    counted = weights_of(ModelShape.from_config(fields), Topology()).total / 1e9
+    assert counted == pytest.approx(57.4, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"layer_types": 5}, {"layer_types": ["full_attention"]}, {"architectures": 5}),
+        *({"quantization_config": "fp8"}, {"max_position_embeddings": "x"}),
+        *({"first_k_dense_replace": "a"}, {"mlp_only_layers": 3}, {"num_experts_per_tok": 129}),
+        *({"tie_word_embeddings": "no"}, {"hidden_size": 10**400}, {"_source": 3}),
+        *(
+            {"interleave_moe_layer_step": 2},
+            {"attn_layer_period": 8},
+            {"num_hidden_layers": 1 << 20},
+        ),
+        *({"text_config": 1}, {"moe_layer_freq": [0, 1]}, {"sliding_window": True}),
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_fields_that_cannot_be_counted_are_refused_by_name(change: dict[str, Any]) -> None:
+    fields = json.loads((MODELS / "qwen3-30b-a3b.json").read_text(encoding="utf-8"))
+    fields.pop("decoder_sparse_step", None)
+    with pytest.raises(ConfigError, match=f"model=config.json with {next(iter(change))}="):
+        ModelShape.from_config({**fields, **change})
+
+
+def test_windows_of_a_pattern() -> None:
+    fields = json.loads((MODELS / "llama-3-8b.json").read_text(encoding="utf-8"))
+    shape = ModelShape.from_config({**fields, "sliding_window": 512, "sliding_window_pattern": 6})
+    assert (shape.window, shape.windowed_layers) == (512, 32 - 5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *('"memory": 1e999', '"memory": 1e-300', '"memory": true', '"flops": NaN'),
+        *('"node_size": 0.5', '"node_size": true', '"source": 5', '"title": 5'),
+    ],
+)
+def test_hardware_files_with_wrong_figures_are_refused(change: str, tmp_path: Path) -> None:
+    card = {"flops": 1e15, "memory": 1e11, "memory_bandwidth": 1e12, "link_bandwidth": 1e11}
+    file = tmp_path / "card.json"
+    file.write_text(json.dumps(card))
+    assert Hardware.load(str(file)).node_size == 8
+    file.write_text(f"{json.dumps(card)[:-1]}, {change}}}")
+    field = change.split(":")[0].strip('"')
+    with pytest.raises(ConfigError, match=f"with {field}="):
+        Hardware.load(str(file))
+
+
+def test_files_that_are_not_json_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "x"
+    for data in (b"\x7fELF\xff", b"[" * 100_000, b"[]", b"1" * 5000):
+        file.write_bytes(data)
+        for load in (ModelShape.load, Hardware.load):
+            with pytest.raises(ConfigError, match=r"it is not JSON|and no fields"):
+                load(str(file))
+    for load in (ModelShape.load, Hardware.load):
+        with pytest.raises(ConfigError, match="or a path that exists"):
+            load("x" * 5000)
+
+
+def test_a_link_is_the_networks_where_a_replica_lies_on_two_nodes() -> None:
+    hardware = Hardware("x", 1, 1, 1, 1e9, node_size=8, network_bandwidth=1e6)
+    for topology, slow in (
+        (Topology(tp=3, dp=2), False),
+        (Topology(tp=3, dp=3), True),  # of ranks 6, 7 and 8 the last is on the second node
+        (Topology(tp=8, dp=64), False),
+        (Topology(tp=8, pcp=2, dp=4), False),
+    ):
+        assert (hardware.speeds(topology).link("tp", "x").bandwidth < 1e8) == slow
+    assert hardware.speeds(Topology(tp=8, pcp=2)).link("pcp", "x").bandwidth < 1e8
 
 
 def test_unknown_names_are_refused_with_the_known_ones(tmp_path: Path) -> None:
