@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
@@ -24,6 +25,8 @@ FORMAT = 1
 """Version of what a header says; others are refused."""
 LARGEST = 2**40
 """Above any size, position or rank that a header may state."""
+LARGEST_CYCLE = 2**62
+"""Above the product of a layout's sizes, so that positions are int64 on every way to them."""
 HASH_BYTES = 16
 """Of the hash of a prefix, see `cplayers.cache.blocks.chain_hash`."""
 
@@ -117,7 +120,7 @@ class ShardHeader:
             values["hashes"] = tuple(values["hashes"])
             header = cls(**values)
             header._check()
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise TransferError(
                 f"a header that cannot be read ({error})",
                 "a shard says what it is, as export_blocks does",
@@ -128,13 +131,16 @@ class ShardHeader:
     def _check(self) -> None:
         names = (self.spec, self.dtype, *(plane.name for plane in self.planes), *self.hashes)
         counts = (self.num_layers, *(n for p in self.planes for n in (p.heads, p.dim)))
+        layout = (self.layout.cp_size, self.layout.interleave_size, self.layout.block_size)
         others = (self.cp_rank, self.first_head, self.length, self.oldest)
         if not all(type(name) is str for name in names) or not self.planes:
             raise ValueError("a name is not text, or there are no planes")
-        if not all(type(n) is int and 1 <= n < LARGEST for n in counts):
+        if not all(type(n) is int and 1 <= n < LARGEST for n in (*counts, *layout)):
             raise ValueError("a size is not an int of at least 1")
         if not all(type(n) is int and 0 <= n < LARGEST for n in others):
             raise ValueError("a position, rank or head is not an int of at least 0")
+        if math.prod(layout) >= LARGEST_CYCLE:
+            raise ValueError("a layout repeats beyond any position")
         if self.cp_rank >= self.layout.cp_size or self.oldest > self.length:
             raise ValueError("a rank or position is out of range")
         if any(len(bytes.fromhex(text)) != HASH_BYTES for text in self.hashes):
@@ -183,6 +189,34 @@ def require_one_sequence(headers: Sequence[ShardHeader]) -> ShardHeader:
                 "pass the shards of one export",
             )
     return headers[0]
+
+
+def require_whole(headers: Sequence[ShardHeader]) -> None:
+    """Raise unless shards of one sequence have, of every position, all KV heads that any has.
+
+    This does not depend on the rank that asks.
+
+    Raises:
+        TransferError: If some are missing.
+    """
+    heads: dict[int, set[tuple[int, int]]] = {}
+    rows: dict[int, int] = {}
+    for header in headers:
+        heads.setdefault(header.cp_rank, set()).add(header.holding.heads)
+        rows[header.cp_rank] = header.num_rows
+    top = max(high for runs in heads.values() for _, high in runs)
+    expected = headers[0].length - headers[0].oldest
+    for cp_rank, runs in heads.items():
+        reached = 0
+        for low, high in sorted(runs):
+            reached = max(reached, high) if low <= reached else reached
+        expected -= rows[cp_rank] if reached == top else 0
+    if expected:
+        raise TransferError(
+            f"shards of ranks {sorted(heads)} of {headers[0].layout.cp_size}",
+            f"{expected} tokens of the sequence are, with KV heads 0 to {top - 1}, in none of them",
+            "pass the shards of all ranks of the group that exported",
+        )
 
 
 def require_fit(header: ShardHeader, own: ShardHeader) -> None:

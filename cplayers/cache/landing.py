@@ -14,13 +14,22 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cplayers.cache.header import ShardHeader, require_fit, require_one_sequence
+from cplayers.cache.header import (
+    ShardHeader,
+    require_fit,
+    require_one_sequence,
+    require_whole,
+)
 from cplayers.cache.sequences import SequenceState
 from cplayers.cache.shard import BlockShard
 from cplayers.errors import StateError, TransferError
 
 if TYPE_CHECKING:
     from cplayers.cache.portable import PortableCache
+
+MOST_FORGOTTEN = 2**20
+"""Blocks that a sequence which comes may have forgotten, where the pool is smaller. A table lists
+them too, at some 40 bytes each, and no row of a shard vouches for them."""
 
 
 @dataclass
@@ -102,7 +111,7 @@ class Landing:
             tokens: See `PortableCache.import_blocks`.
 
         Raises:
-            TransferError: If it is of another model.
+            TransferError: If it is of another model, or longer than a table may be.
             ConfigError: If the name is taken, or expected already.
             CacheFullError: If the pool cannot hold it.
         """
@@ -110,6 +119,7 @@ class Landing:
         own = cache.blank(first_head=first_head)
         require_fit(header, own)
         cache._sequences.require_new(seq, [arrival.seq for arrival in self.arrivals])
+        _require_bound(header, cache)
         hashes: list[bytes] = []
         if tokens is not None:
             hashes = cache._sequences.hash_units(tokens)
@@ -145,7 +155,7 @@ class Landing:
             shards: See `PortableCache.import_blocks`.
             first_head: KV head of the model that is the first of this rank's.
             tokens: See `PortableCache.import_blocks`.
-            verify_all: Whether to verify also the blocks of which this rank needs nothing.
+            verify_all: Whether to require and verify also what this rank does not need.
 
         Raises:
             TransferError: If a shard is damaged or does not belong here, or some are missing.
@@ -157,6 +167,8 @@ class Landing:
         for shard in shards:
             require_fit(shard.header, own)
             shard.require_shape()
+        if verify_all:
+            require_whole([shard.header for shard in shards])
         arrival = self.expect(seq, header, first_head=first_head, tokens=tokens)
         for shard in shards:
             _take(arrival, shard, verify_all)
@@ -181,6 +193,18 @@ class Landing:
             if arrival.missing.any():
                 raise StateError(f"{arrival.seq!r} has not come whole: fill it in before commit")
         self.cache.land(self)
+
+
+def _require_bound(header: ShardHeader, cache: PortableCache) -> None:
+    """Raise before anything is built of the sizes that a header states; alike on all ranks."""
+    most = max(MOST_FORGOTTEN, cache.pool.num_blocks)
+    forgotten = cache.layout.full_blocks(header.oldest)
+    if forgotten > most:
+        raise TransferError(
+            f"a sequence of {header.length} tokens, of which {header.oldest} were forgotten",
+            f"a table lists at most {most} forgotten blocks here, and these are {forgotten}",
+            "start the sequence anew from the tokens that are still in a window",
+        )
 
 
 def _take(arrival: Arrival, shard: BlockShard, verify_all: bool) -> None:

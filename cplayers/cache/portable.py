@@ -72,13 +72,15 @@ class PortableCache:
 
         Args:
             seq: A new name.
-            shards: Those of the exporting group; shards of which this rank needs nothing may be
-                left out, and copies may be there more than once.
+            shards: Those of the exporting group; copies may be there more than once. With
+                ``agree``, those of which this rank needs nothing may be left out.
             first_head: KV head of the model that is the first of this rank's.
             tokens: Token ids of the prompt, as for `add`; taken at their word.
             agree: ``agree(ok)`` says whether all ranks of this group have verified their part,
-                e.g. by an all-reduce; it is called once on every rank. Without it each rank
-                verifies every block of ``shards``, so that all decide alike without talking.
+                e.g. by an all-reduce; it is called once on every rank. Without it each rank wants
+                all shards and verifies every block of them, so that all ranks that are given the
+                same ones decide alike without talking. Shards do not say how many KV heads the
+                model has: where all those of its last heads may be missing, pass ``agree``.
 
         Returns:
             Tokens of the sequence.

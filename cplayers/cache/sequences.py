@@ -260,8 +260,9 @@ class SequenceTable:
         """
         self.require_new(seq)
         dropped = self.layout.full_blocks(oldest)
+        blocks = trial.pick(self.layout.blocks(length) - dropped)
         table = BlockTable(range(dropped))  # any ids: nobody reads them
-        table.extend(trial.pick(self.layout.blocks(length) - dropped))
+        table.extend(blocks)
         return SequenceState(length, table, list(hashes), oldest, dropped)
 
     def settle(self, seq: Hashable, state: SequenceState) -> None:

@@ -79,17 +79,17 @@ class BlockShard:
             TransferError: If they are not what was exported.
         """
         header, size = self.header, self.header.layout.block_size
-        block_of = (torch.arange(header.num_rows) + header.start) // size
+        block_of = (torch.arange(header.num_rows) + header.start) // size - header.blocks.start
         found = torch.arange(header.num_rows)
         if not everything:
-            wanted = torch.zeros(header.blocks.stop + 1, dtype=torch.bool)
+            wanted = torch.zeros(len(header.blocks), dtype=torch.bool)
             wanted[block_of[needed]] = True
             found = wanted[block_of].nonzero()[:, 0]
         rows = self.rows[found.to(self.rows.device)]  # what is used is then what was verified
         digest, edge = header.digest(), 0
         ids, counts = torch.unique_consecutive(block_of[found], return_counts=True)
-        for block, count in zip(ids.tolist(), counts.tolist(), strict=True):
-            expected = int(self.checksums[block - header.blocks.start])
+        for index, count in zip(ids.tolist(), counts.tolist(), strict=True):
+            expected, block = int(self.checksums[index]), header.blocks[index]
             require_checksum(digest, block, rows[edge : edge + count], expected)
             edge += count
         return rows, found

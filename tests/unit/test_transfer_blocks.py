@@ -10,7 +10,7 @@ import torch
 import transfer_cases
 from transfer_cases import Case, Side, check, fill, same, snapshot
 
-from cplayers.cache import BlockShard, GQASpec, InterleavedLayout, PagedKVCache, Plane
+from cplayers.cache import BlockShard, GQASpec, InterleavedLayout, PagedKVCache
 from cplayers.errors import CacheFullError, ConfigError, TransferError
 
 SALT = 0.5
@@ -146,7 +146,10 @@ REFUSED = {
         lambda a, b: [a, replace(a, header=replace(b.header, cp_rank=1))],
         "the header announces",
     ),
-    "a missing rank": (lambda a, b: [a], r"14 tokens|tokens of this rank"),
+    "a missing rank": (
+        lambda a, b: [a],
+        "14 tokens of the sequence are, with KV heads 0 to 1, in none of them",
+    ),
     "nothing": (lambda a, b: [], "no shards"),
     "rows cut off": (lambda a, b: [replace(a, rows=a.rows[:-1]), b], "the header announces"),
     "rows of another dtype": (
@@ -208,34 +211,6 @@ def test_a_cache_of_another_model_refuses() -> None:
         assert (cache.seqs, cache.pool.num_used) == ((), 0)
 
 
-def with_planes(shard: BlockShard, *planes: Plane) -> BlockShard:
-    """Signed anew, so that nothing but its planes is wrong."""
-    return BlockShard.of(replace(shard.header, planes=planes), shard.rows)
-
-
-@pytest.mark.parametrize(
-    "planes",
-    [
-        (Plane("k", 2, 2), Plane("v", 2, 4)),
-        (Plane("k", 2, 3), Plane("zz", 2, 3)),
-        (Plane("k", 1, 6), Plane("v", 1, 6)),
-        (Plane("k", 1, 3), Plane("v", 3, 3)),
-        (Plane("k", 2, 6),),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("place", [0, 1])
-def test_no_shard_may_have_other_planes(planes: tuple[Plane, ...], place: int) -> None:
-    shards = exported(CASE)
-    shards[place] = with_planes(shards[place], *planes)
-    cache = CASE.target.cache(0, 40)
-    before = snapshot(cache)
-    for agree in (None, bool):
-        with pytest.raises(TransferError, match="a shard with planes"):
-            cache.import_blocks("a", shards, agree=agree)
-    assert same(before, snapshot(cache))
-
-
 def test_a_cache_that_is_full_or_has_the_name_refuses() -> None:
     shards = exported(CASE)
     for rank in range(3):
@@ -274,6 +249,34 @@ def test_a_rank_that_verified_its_part_takes_nothing_where_another_refuses() -> 
     with pytest.raises(TransferError, match="that another rank refused"):
         cache.import_blocks("a", exported(CASE), agree=lambda ok: False)
     assert same(before, snapshot(cache))
+
+
+@pytest.mark.parametrize(
+    ("source", "left_out"),
+    [
+        (Side((2, 2, 4)), [1]),  # of two target ranks, one needs nothing of it
+        (Side((2, 2, 4)), [0]),
+        (Side((2, 2, 4), tp=2), [0]),
+        (Side((2, 2, 4), tp=2), [3]),
+        (Side((1, 2, 4), tp=4, model_heads=4), [1]),
+    ],
+    ids=str,
+)
+def test_without_talking_no_rank_takes_what_another_lacks(source: Side, left_out: list) -> None:
+    case = Case(source, Side((2, 2, 4), tp=2, model_heads=source.model_heads), 29, 0)
+    shards = exported(case)
+    given = [shard for rank, shard in enumerate(shards) if rank not in left_out]
+    alone = 0
+    for rank, cache in enumerate(group(case.target)):
+        before, first_head = snapshot(cache), case.target.place(rank)[1]
+        with pytest.raises(TransferError, match="in none of them"):
+            cache.import_blocks("a", given, first_head=first_head)
+        assert same(before, snapshot(cache))
+        try:
+            alone += cache.import_blocks("a", given, first_head=first_head, agree=bool) == 29
+        except TransferError:
+            assert same(before, snapshot(cache))
+    assert alone, "some rank lacks nothing: it has to refuse for the others' sake"
 
 
 def test_an_import_makes_a_plan_stale() -> None:

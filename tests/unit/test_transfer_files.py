@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transfer_cases import Case, Side, check, fill, same, snapshot
 
 from cplayers.cache import BlockShard, PagedKVCache, load_shard, save_shard
+from cplayers.cache.header import ShardHeader
 from cplayers.errors import TransferError
 
 CASE = Case(Side((2, 2, 2), model_heads=0), Side((1, 4, 4), model_heads=0), 5, 0)
@@ -142,6 +143,9 @@ LAYOUT = {"cp_size": 2, "interleave_size": 2, "block_size": 2}
         ({"hashes": ["zz"]}, "cannot be read"),
         ({"hashes": ["00"]}, "another length"),
         ({"hashes": 5}, "cannot be read"),
+        ({"layout": LAYOUT | {"cp_size": True}}, "cp_size is an int"),
+        ({"layout": LAYOUT | {"block_size": 2**40}}, "a size is not an int"),
+        ({"layout": LAYOUT | {"cp_size": 2**32, "interleave_size": 2**31}}, "beyond any position"),
         ({"dtype": "torch.float16"}, "the header announces"),
     ],
 )
@@ -168,6 +172,35 @@ def test_a_header_of_something_else_is_refused(
         paths[1] = rewritten(good[1], tmp_path / "y", **changes)
     with pytest.raises(TransferError, match=words):
         taken(CASE, paths)
+
+
+@pytest.mark.parametrize("text", ["[" * 200_000, "9" * 5_000, "", "[]", '"'])
+def test_a_header_that_is_no_header_is_refused(text: str) -> None:
+    with pytest.raises(TransferError, match="a header that cannot be read"):
+        ShardHeader.from_json(text)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"cp_size": 2**39, "interleave_size": 2, "block_size": 2**20},
+        {"cp_size": 2**20, "interleave_size": 2**39, "block_size": 2},
+        {"cp_size": 3, "interleave_size": 1, "block_size": 2**39},
+    ],
+    ids=str,
+)
+def test_a_layout_of_any_size_within_bounds_is_only_arithmetic(changes: dict) -> None:
+    """A rank of it that holds nothing of 5 tokens; the others are missing, and nothing breaks."""
+    header = CASE.source.cache(0, 4).blank()
+    values = {**json.loads(header.to_json()), "layout": changes, "length": 5}
+    cp_rank = changes["cp_size"] - 1
+    if changes["cp_size"] == 3:
+        values["length"] = 1
+    header = ShardHeader.from_json(json.dumps({**values, "cp_rank": cp_rank}))
+    shard = BlockShard.of(header, torch.empty(0, 2, header.features, dtype=torch.float64))
+    cache = CASE.target.cache(0, 4)
+    with pytest.raises(TransferError, match="in none of them"):
+        cache.import_blocks("a", [shard], agree=bool)
 
 
 def test_other_files_are_refused(good: list[Path], tmp_path: Path) -> None:
