@@ -51,12 +51,20 @@ def die_after(server: Server, point: int, seconds: float) -> None:
 Losses = dict[int, tuple[int, float]]
 
 
+MANY = requests(11, count=60, seconds=3.0, longest=400)
+SPACIOUS = replace(CONFIG, num_blocks=150, crossovers={2: 60, 4: 200}, chunk_tokens=32)
+
+
 def serve_with_losses(steps: dict[int, int], points: Losses, rank: int, folder: Path):
+    return serve_requests(GIVEN, ROOMY, steps, points, rank, folder)
+
+
+def serve_requests(given, config, steps, points, rank: int, folder: Path):
     model = dying_in_step(steps[rank]) if rank in steps else served()
-    server = Server(model, ROOMY, num_replicas=4)
+    server = Server(model, config, num_replicas=4)
     if rank in points:
         threading.Thread(target=die_after, args=(server, *points[rank]), daemon=True).start()
-    done = server.run(GIVEN)
+    done = server.run(given)
     write_trace(folder / f"trace-{rank}", server.trace)
     assert all(runner.cache.pool.num_used == 0 for runner in server.runners.values())
     return [(p.new, p.refused, p.recomputed) for p in done]
@@ -94,3 +102,16 @@ def test_no_request_is_lost(steps, points, tmp_path) -> None:
     ) == sorted(lost)
     again = sum(count for _, _, count in first)
     assert again == sum(line["event"] in ("recompute", "evict") for line in lines)
+
+
+@pytest.mark.slow
+def test_sixty_requests_survive_a_kill_amid_the_trace(tmp_path) -> None:
+    scenario = partial(serve_requests, MANY, SPACIOUS, {}, {1: (40, 0.01)})
+    reports = reports_of(scenario, 4, tmp_path)
+    assert set(reports) == {0, 2, 3}
+    assert all(report == reports[0] for report in reports.values())
+    assert [new for new, _, _ in reports[0]] == [alone(request) for request in MANY]
+    lines = [json.loads(line) for line in (tmp_path / "trace-0").read_text().splitlines()]
+    (loss,) = (line["time"] for line in lines if line["event"] == "lost")
+    ends = [line["time"] for line in lines if line["event"] == "finish"]
+    assert min(ends) < loss < max(ends), "it came amid the trace"
