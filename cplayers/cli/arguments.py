@@ -11,6 +11,11 @@ from cplayers.errors import ConfigError
 _SIZES = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _TIMES = {"ms": 1e-3, "us": 1e-6, "s": 1.0}
 REQUIRED = object()
+MOST = 1 << 40
+MOST_SECONDS = 1_000_000_000
+LEAST_FRACTION = 1e-6
+"""Bounds of what is given: whatever is reckoned within them stays finite."""
+_SHOWN = 60  # letters of a value in a message
 
 
 class Option(NamedTuple):
@@ -95,21 +100,39 @@ def _unknown(word: str, known: Sequence[str]) -> ConfigError:
 
 
 def count(name: str, text: str) -> int:
-    """A number of at least 1: 4, 1_000, 128K, 1M. K, M and G are powers of 1,024.
+    """A number from 1 to `MOST`: 4, 1_000, 128K, 1M. K, M and G are powers of 1,024.
 
     Args:
         name: Of the argument.
         text: What was given.
     """
+    return _count(name, text, MOST)
+
+
+def up_to(most: int) -> Callable[[str, str], int]:
+    """A number as `count` reads it, that may be at most so large.
+
+    Args:
+        most: The largest.
+    """
+    return lambda name, text: _count(name, text, most)
+
+
+def _count(name: str, text: str, most: int) -> int:
     digits, unit = text, 1
     if text[-1].upper() in _SIZES:
         digits, unit = text[:-1], _SIZES[text[-1].upper()]
     digits = digits.replace("_", "").replace(",", "")
-    if not digits.isdecimal() or int(digits) < 1:
+    if not (digits.isascii() and digits.isdecimal() and digits.strip("0")):
         raise ConfigError(
-            f"{name}={text}", f"{name} is a whole number of at least 1", f"write {name}=8 or 128K"
+            _given(name, text), f"{name} is a whole number of at least 1", f"write {name}=8 or 128K"
         )
-    return int(digits) * unit
+    # long ones are not read: Python refuses those of thousands of digits
+    if len(digits.lstrip("0")) > len(str(most)) or int(digits.lstrip("0")) * unit > most:
+        raise ConfigError(
+            _given(name, text), f"{name} is at most {most:,}", f"write {name}={most:,} or less"
+        )
+    return int(digits.lstrip("0")) * unit
 
 
 def duration(name: str, text: str) -> float:
@@ -122,24 +145,28 @@ def duration(name: str, text: str) -> float:
     for suffix, unit in _TIMES.items():
         if text.endswith(suffix):
             seconds = _float(text.removesuffix(suffix))
-            if seconds is not None and seconds > 0:
+            if seconds is not None and 0 < seconds * unit <= MOST_SECONDS:
                 return seconds * unit
     raise ConfigError(
-        f"{name}={text}", f"{name} is a time above 0 with its unit", f"write {name}=2s or 500ms"
+        _given(name, text),
+        f"{name} is a time above 0, up to {MOST_SECONDS:,} s, with its unit",
+        f"write {name}=2s or 500ms",
     )
 
 
 def fraction(name: str, text: str) -> float:
-    """A number above 0 and up to 1.
+    """A number from `LEAST_FRACTION` to 1.
 
     Args:
         name: Of the argument.
         text: What was given.
     """
     number = _float(text)
-    if number is None or not 0 < number <= 1:
+    if number is None or not LEAST_FRACTION <= number <= 1:
         raise ConfigError(
-            f"{name}={text}", f"{name} is a number above 0 and up to 1", f"write {name}=0.9"
+            _given(name, text),
+            f"{name} is a number above 0 (at least {LEAST_FRACTION:g}) and up to 1",
+            f"write {name}=0.9",
         )
     return number
 
@@ -171,6 +198,11 @@ def one_of(*choices: str) -> Callable[[str, str], str]:
         return text
 
     return parse_choice
+
+
+def _given(name: str, text: str) -> str:
+    """An argument as it was given, shortened."""
+    return f"{name}={text}" if len(text) <= _SHOWN else f"{name}={text[:_SHOWN]}..."
 
 
 def _float(text: str) -> float | None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from cplayers.mesh import Topology
     from cplayers.planning import Calibration, Crossovers
 
+STARTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TEXT = """
 Measures on the ranks at hand, in a few seconds: matrix products, reading keys and values, latency
 and bandwidth of collectives and of combining. Says from which sizes one strategy beats another for
@@ -37,12 +38,14 @@ def run(values: Mapping[str, Any]) -> int:
         values: Of the arguments.
     """
     from cplayers.mesh import Topology
+    from cplayers.planning.calibrate import check_file
 
     if not values["json"]:
         need("rich", "the tables of cplayers calibrate")
     topology = Topology(*(values[name] for name in ("tp", "dcp", "pcp", "dp")))
     _ = topology.dcp_tp  # refuses a dcp that tp and pcp do not allow
     path = Path(values["file"]) if values["file"] else cache_path()
+    check_file(path)
     call = (topology, values["device"], values["dtype"], path, values["refresh"])
     if "WORLD_SIZE" in os.environ:
         found = _on_started_ranks(*call)
@@ -96,6 +99,30 @@ def _on_started_ranks(
     import torch
     import torch.distributed as dist
 
+    missing = [name for name in STARTED if not os.environ.get(name)]
+    if missing:
+        raise ConfigError(
+            f"WORLD_SIZE without {missing[0]}",
+            f"ranks that were started have {', '.join(STARTED)} in their environment",
+            "start them with torchrun, or unset WORLD_SIZE to have ranks started here",
+        )
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device=cuda",
+            "torch sees no CUDA device here",
+            "pass device=cpu, or install its CUDA build",
+        )
+    for name in ("WORLD_SIZE", "RANK", "MASTER_PORT", "LOCAL_RANK"):
+        if not os.environ.get(name, "0").isdecimal():
+            raise ConfigError(
+                f"{name}={os.environ[name]}", f"{name} is a number", "start ranks with torchrun"
+            )
+    if os.environ["WORLD_SIZE"] != str(topology.world_size):
+        raise ConfigError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} with {topology}",
+            f"this layout has {topology.world_size} ranks",
+            f"start {topology.world_size} ranks, or pass tp, dcp, pcp and dp for those there are",
+        )
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")

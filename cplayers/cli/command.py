@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from cplayers.cli.arguments import Flag, Option, count, describe
+from cplayers.cli.arguments import Flag, Option, describe, up_to
 from cplayers.errors import ConfigError
 
 HELP = {"help": Flag("show this and end")}
 JSON = {"json": Flag("print JSON and nothing else")}
 PNG = {"png": Flag("write a picture as well", "PATH")}
 
+MOST_DEGREE, MOST_BLOCK = 1024, 1 << 20
 DEGREES = {
-    "tp": Option(count, 1, "tensor parallel degree"),
-    "dcp": Option(count, 1, "decode context parallel degree: 1, or pcp times a divisor of tp"),
-    "pcp": Option(count, 1, "prefill context parallel degree"),
-    "dp": Option(count, 1, "data parallel replicas"),
+    "tp": Option(up_to(MOST_DEGREE), 1, "tensor parallel degree"),
+    "dcp": Option(
+        up_to(MOST_DEGREE), 1, "decode context parallel degree: 1, or pcp times a divisor of tp"
+    ),
+    "pcp": Option(up_to(MOST_DEGREE), 1, "prefill context parallel degree"),
+    "dp": Option(up_to(MOST_DEGREE), 1, "data parallel replicas"),
 }
 BLOCKS = {
-    "block": Option(count, 16, "tokens in a block of one rank"),
-    "interleave": Option(count, 16, "tokens that go to one rank before the next has its turn"),
+    "block": Option(up_to(MOST_BLOCK), 16, "tokens in a block of one rank"),
+    "interleave": Option(
+        up_to(MOST_BLOCK), 16, "tokens that go to one rank before the next has its turn"
+    ),
 }
 
 
@@ -59,7 +66,28 @@ def show_json(data: object) -> None:
     Args:
         data: Plain data.
     """
-    print(json.dumps(data, indent=2))
+    print(json.dumps(data, indent=2, allow_nan=False))
+
+
+def picture(text: str) -> Path:
+    """Where ``--png`` writes, checked before anything is computed.
+
+    Args:
+        text: The path that was given.
+
+    Raises:
+        ConfigError: If no PNG file can be written there.
+    """
+    path = Path(text)
+    if path.suffix.lower() != ".png":
+        raise ConfigError(
+            f"--png {text}", "pictures are PNG files", f"write {path.stem or 'x'}.png"
+        )
+    if not os.path.isdir(path.parent):
+        raise ConfigError(f"--png {text}", "its folder exists", f"make {path.parent} first")
+    if os.path.isdir(path) or not os.access(path if os.path.exists(path) else path.parent, os.W_OK):
+        raise ConfigError(f"--png {text}", "it can be written", "name another file")
+    return path
 
 
 def need(module: str, what: str) -> None:

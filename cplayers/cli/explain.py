@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cplayers.cli.arguments import Flag, Option, count
-from cplayers.cli.command import BLOCKS, DEGREES, HELP, JSON, PNG, Command, need, show_json
+from cplayers.cli.arguments import Flag, Option, up_to
+from cplayers.cli.command import BLOCKS, DEGREES, HELP, JSON, PNG, Command, need, picture, show_json
 
 if TYPE_CHECKING:
     from cplayers.cache import InterleavedLayout, ZigzagLayout
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SHOWN = 24
 MOST_GROUPS = 16
+MOST_TOKENS = 1 << 22  # each is looked up
 
 TEXT = """
 Shows, for one request:
@@ -46,11 +47,17 @@ def run(values: Mapping[str, Any]) -> int:
         need("rich", "the tables of cplayers explain")
     if values["png"]:
         need("matplotlib", "the picture of cplayers explain")
+        picture(values["png"])
     topology = Topology(*(values[name] for name in ("tp", "dcp", "pcp", "dp")))
     _ = topology.dcp_tp  # refuses a dcp that tp and pcp do not allow
     tokens = values["tokens"]
     cache = InterleavedLayout(topology.dcp, values["interleave"], values["block"])
     prompt = ZigzagLayout(topology.pcp, tokens)
+    if values["png"]:  # first: it refuses what cannot be drawn
+        from cplayers.viz.charts import placement_png
+
+        split = prompt if topology.pcp > 1 else None
+        placement_png(cache, tokens, split, Path(values["png"]))
     if values["json"]:
         show_json(
             {
@@ -64,13 +71,8 @@ def run(values: Mapping[str, Any]) -> int:
         _show_cache(cache, tokens, runs(cache, tokens), topology, all_rows=values["all"])
         _show_prompt(prompt, shares(prompt))
         _show_groups(topology)
-    if values["png"]:
-        from cplayers.viz.charts import placement_png
-
-        split = prompt if topology.pcp > 1 else None
-        placement_png(cache, tokens, split, Path(values["png"]))
-        if not values["json"]:
-            print(f"Picture: {values['png']}")
+    if values["png"] and not values["json"]:
+        print(f"Picture: {values['png']}")
     return 0
 
 
@@ -156,7 +158,7 @@ COMMAND = Command(
     summary="Where each token of a request lives, who computes what, who the groups are.",
     text=TEXT,
     options={
-        "tokens": Option(count, 22, "tokens of the request"),
+        "tokens": Option(up_to(MOST_TOKENS), 22, "tokens of the request"),
         **DEGREES,
         **BLOCKS,
     },

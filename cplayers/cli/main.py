@@ -1,7 +1,7 @@
 """The ``cplayers`` command: reads arguments, runs a command, turns errors into one line.
 
 Exit codes: 0, it is done and right; 1, what was verified is wrong, or nothing fits; 2, an argument
-or a configuration that cannot work; 130, interrupted.
+or a configuration that cannot work, or an unforeseen error; 130, interrupted.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ COMMANDS = {
     "verify": "Run a layout on tiny random weights on this machine and compare with one process.",
     "calibrate": "Measure the ranks at hand, and from which sizes one strategy beats another.",
 }
+DEBUG = "CPLAYERS_DEBUG"
+LONGEST = 300  # letters of an unforeseen error
 USAGE = """usage: cplayers COMMAND key=value ... [--flag ...]
 
 Knowing what to run, before the machines are rented.
@@ -36,6 +38,7 @@ Examples:
 Sizes may be written 128K or 1M, in powers of 1,024. cplayers COMMAND --help says more.
 
 Exit codes: 0 done; 1 a check failed, or nothing fits; 2 an argument or layout that cannot work.
+Errors are one line; with CPLAYERS_DEBUG=1 in the environment, unforeseen ones show a traceback.
 """
 
 
@@ -64,6 +67,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # of a reader such as `head`, which has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception as error:
+        if os.environ.get(DEBUG):
+            raise
+        what = " ".join(f"{type(error).__name__}: {error}".split())
+        print(
+            f"cplayers {name}: {what[:LONGEST]}: nothing foresaw this. Remedy: set {DEBUG}=1 to "
+            "see where it is from, and report it.",
+            file=sys.stderr,
+        )
+        return 2
 
 
 def _run(name: str, words: list[str]) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cplayers.cli.arguments import REQUIRED, Flag, Option, count, duration, fraction, word
-from cplayers.cli.command import BLOCKS, HELP, JSON, PNG, Command, need, show_json
+from cplayers.cli.command import BLOCKS, HELP, JSON, PNG, Command, need, picture, show_json
 from cplayers.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def run(values: Mapping[str, Any]) -> int:
         need("rich", "the table of cplayers plan")
     if values["png"]:
         need("matplotlib", "the picture of cplayers plan")
+        picture(values["png"])
     shape = ModelShape.load(values["model"])
     hardware = Hardware.load(values["hardware"])
     load = Load(values["context"], values["concurrency"], values["output"], values["chunk"])

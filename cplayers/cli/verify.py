@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from cplayers.cli.arguments import Option, count, one_of, word
+from cplayers.cli.arguments import Option, count, one_of, up_to, word
 from cplayers.cli.command import BLOCKS, DEGREES, HELP, JSON, Command, need, show_json
 from cplayers.errors import ConfigError
 
@@ -19,6 +19,7 @@ TOLERANCE = 1e-5
 """Largest difference, as a part of the largest value. Everything is float64, but the logsumexp of
 partial results, which travels in float32."""
 MOST_RANKS = 64
+MOST_HEADS, MOST_TOKENS = 4096, 4096
 WINDOW = 8
 
 TEXT = """
@@ -168,7 +169,7 @@ def kv_heads(name: str, text: str) -> int | str:
         name: Of the argument.
         text: What was given.
     """
-    return text if text == "latent" else count(name, text)
+    return text if text == "latent" else up_to(MOST_HEADS)(name, text)
 
 
 COMMAND = Command(
@@ -176,7 +177,7 @@ COMMAND = Command(
     text=TEXT,
     options={
         "model": Option(word, None, "preset or config.json that says how many heads there are"),
-        "heads": Option(count, None, "query heads, in place of model"),
+        "heads": Option(up_to(MOST_HEADS), None, "query heads, in place of model"),
         "kv_heads": Option(kv_heads, None, "KV heads, or latent for MLA [as many as heads]"),
         **DEGREES,
         "q_proj": Option(one_of("gather", "tpa"), "gather", "how queries reach a DCP group"),
@@ -185,7 +186,7 @@ COMMAND = Command(
             one_of("auto", "gather_q", "gather_kv", "ring"), "auto", "strategy of prompts"
         ),
         **BLOCKS,
-        "tokens": Option(count, 37, "of the longest prompt"),
+        "tokens": Option(up_to(MOST_TOKENS), 37, "of the longest prompt"),
         "seed": Option(count, 1, "of weights and tokens"),
     },
     flags={**JSON, **HELP},

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
+import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -88,9 +90,9 @@ def calibrate(
     """
     path = path or default_path()
     key = _key(mesh, dtype)
-    known = None if refresh else _read(path).get(key)
+    known = None if refresh else _known(path, key)
     if agree(mesh, [0.0 if known else 1.0])[0] == 0.0 and known:
-        found = Calibration.from_dict(known)
+        found = known
         # ranks on several machines have a file each: the slowest figures count, as when measured
         times = [1 / found.flops, 1 / found.memory_bandwidth]
         for link in found.links.values():
@@ -123,18 +125,58 @@ def _key(mesh: CPMesh, dtype: torch.dtype) -> str:
     )
 
 
-def _read(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
+def check_file(path: Path) -> None:
+    """Refuse a file that calibrations cannot be kept in, before anything is measured.
+
+    Its folder is made where there is none.
+
+    Args:
+        path: Of the file.
+
+    Raises:
+        ConfigError: If it cannot be written, or holds something else.
+    """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"calibrations in {path}", f"it can be written ({error.strerror})", "name another file"
+        ) from None
+    _read(path)
+
+
+def _known(path: Path, key: str) -> Calibration | None:
+    """What the file has for these ranks."""
+    data = _read(path).get(key)
+    if data is None:
+        return None
+    try:
+        found = Calibration.from_dict(data)
+        rates = [found.flops, found.memory_bandwidth, *(v for x in found.links.values() for v in x)]
+        right = all(0 < rate < math.inf for rate in rates)
+    except (TypeError, KeyError, AttributeError):
+        right = False
+    if not right:
+        raise _other(path)
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except (OSError, ValueError, RecursionError):
         data = None
     if not isinstance(data, dict):
-        raise ConfigError(
-            f"calibrations in {path}", "it is a JSON file of calibrations", "delete the file"
-        )
+        raise _other(path)
     return data
+
+
+def _other(path: Path) -> ConfigError:
+    return ConfigError(
+        f"calibrations in {path}", "it is a JSON file of calibrations", "delete the file"
+    )
 
 
 def _write(path: Path, calibration: Calibration) -> None:

@@ -17,8 +17,10 @@ from hypothesis import strategies as st
 from cplayers import ConfigError, InterleavedLayout, ZigzagLayout
 from cplayers.cli import verify
 from cplayers.cli.arguments import count, duration, fraction, parse
+from cplayers.cli.command import show_json
 from cplayers.cli.main import COMMANDS, main
 from cplayers.cli.verify import largest_error
+from cplayers.planning.calibrate import _known
 from cplayers.planning.placement import runs, shares
 
 PLAN = ["plan", "model=deepseek-v3", "hardware=h200", "gpus=8", "context=1M", "concurrency=4"]
@@ -166,6 +168,15 @@ def test_every_token_is_explained_once_where_it_lives(
         (["verify", "heads=128", "tp=128"], "128 ranks: at most 64 processes"),
         (["verify", "heads=4", "q_proj=no"], "q_proj=no: q_proj is one of gather, tpa"),
         (["calibrate", "device=cuda"], "device=cuda without torchrun"),
+        (["calibrate", "file=/proc/x/y"], "calibrations in /proc/x/y: it can be written"),
+        ([*PLAN, "latency=infs", "--json"], "latency=infs: latency is a time above 0"),
+        ([*PLAN, "output=" + "9" * 5000], "9...: output is at most 1,099,511,627,776"),
+        ([*PLAN[:3], "gpus=9999999999999", *PLAN[4:]], "gpus=9999999999999: gpus is at most"),
+        ([*PLAN, "compute=1e-320"], "compute=1e-320: compute is a number above 0"),
+        ([*PLAN, "--png", "plan.txt"], "--png plan.txt: pictures are PNG files"),
+        (["plan", "model=/bin/ls", *PLAN[2:]], "model=/bin/ls: it is not JSON"),
+        (["verify", "heads=4", "seed=99999999999999999999"], "seed is at most"),
+        (["explain", "tokens=1G"], "tokens=1G: tokens is at most 4,194,304"),
     ],
     ids=" ".join,
 )
@@ -173,11 +184,60 @@ def test_mistakes_are_one_line_with_the_remedy(
     command: Any, words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    code, _, errors = command(*words)
-    assert code == 2
+    code, printed, errors = command(*words)
+    assert (code, printed) == (2, "")
     assert message in errors and "Remedy: " in errors
     assert errors.startswith(f"cplayers {words[0]}: ") and errors.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_unforeseen_errors_are_one_line(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cplayers.cli import explain
+
+    def broken(values: Any) -> int:
+        raise TypeError("of two\nlines")
+
+    monkeypatch.setattr(explain, "COMMAND", explain.COMMAND._replace(run=broken))
+    code, _, errors = command("explain")
+    assert code == 2 and errors.count("\n") == 1
+    assert errors.startswith("cplayers explain: TypeError: of two lines: nothing foresaw this.")
+    monkeypatch.setenv("CPLAYERS_DEBUG", "1")
+    with pytest.raises(TypeError, match="of two"):
+        main(["explain"])
+
+
+def test_infinity_is_not_json() -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        show_json({"x": float("inf")})
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE without RANK: ranks that were started have"),
+        ({"WORLD_SIZE": "3", "RANK": "0"}, "WORLD_SIZE=3 with Topology(tp=2"),
+        ({"WORLD_SIZE": "2", "RANK": "x"}, "RANK=x: RANK is a number"),
+    ],
+)
+def test_half_an_environment_is_refused(
+    command: Any, environment: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if len(environment) > 1:
+        environment = {**environment, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    code, _, errors = command("calibrate", "tp=2")
+    assert code == 2 and message in errors and errors.count("\n") == 1
+
+
+def test_files_of_other_figures_are_not_calibrations(tmp_path: Path) -> None:
+    file = tmp_path / "x.json"
+    kept = {**dict.fromkeys(("key", "axis", "measured"), ""), "flops": 1, "memory_bandwidth": 1}
+    file.write_text(json.dumps({"a": {**kept, "links": {}}, "b": 5, "c": {**kept, "flops": 0}}))
+    assert _known(file, "a") is not None and _known(file, "z") is None
+    for key in "bc":
+        with pytest.raises(ConfigError, match="it is a JSON file of calibrations"):
+            _known(file, key)
 
 
 def test_sizes_and_times() -> None:
