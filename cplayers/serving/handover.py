@@ -2,6 +2,7 @@
 
     say      every rank describes what it gives and takes           gather of a few hundred bytes
     decide   which tokens go from whom to whom                       nothing: all know the same
+    agree    whether all ranks can give and take that                all-reduce of one number
     send     exactly the tokens that change owner                    exchange
     verify   a checksum per block of the source                      exchange of 8 bytes each
     agree    whether all ranks have verified what came               all-reduce of one number
@@ -26,7 +27,7 @@ from cplayers.cache import Landing, Move, PagedKVCache, ShardHeader, moves
 from cplayers.cache.header import require_fit, require_one_sequence
 from cplayers.cache.landing import Arrival
 from cplayers.cache.shard import checksum, require_checksum
-from cplayers.errors import CPLayersError, TransferError
+from cplayers.errors import TransferError
 from cplayers.mesh import CPMesh, exchange, gather_bytes
 
 
@@ -102,12 +103,13 @@ def hand_over(mesh: CPMesh, axis: str, passages: Sequence[Passage]) -> list[int]
             cache has changed. A rank that refuses for another reason raises that error.
         RankFailedError: A rank failed.
     """
-    here = mesh.rank(axis)
-    routes = _routes(gather_bytes(mesh, _description(passages), axis))
+    n, here = mesh.size(axis), mesh.rank(axis)
+    said = gather_bytes(mesh, _description(passages), axis)
     landings: dict[int, Landing] = {}
     refusal: Exception | None = None
     arrivals: list[Arrival | None] = [None] * len(passages)
-    try:
+    try:  # whatever fails on a rank alone, the others learn of it: they wait for this one
+        routes = _routes(said)
         for i, (passage, route) in enumerate(zip(passages, routes, strict=True)):
             if passage.target is not None and route.headers:
                 landing = landings.setdefault(id(passage.target), Landing(passage.target))
@@ -117,14 +119,23 @@ def hand_over(mesh: CPMesh, axis: str, passages: Sequence[Passage]) -> list[int]
                     first_head=passage.target_head,
                     tokens=passage.tokens,
                 )
-    except CPLayersError as error:  # the others learn of it when they agree
+        packed = _pack(here, n, mesh.device_type, passages, routes)
+    except Exception as error:
         refusal = error
-    rows, sums = _send(mesh, axis, passages, routes)
-    if refusal is None:
-        try:
-            _receive(here, routes, arrivals, rows, sums)
-        except TransferError as error:
-            refusal = error
+    _agree(mesh, axis, passages, refusal)
+    came = [exchange(mesh, parts, sizes, axis) for parts, sizes in packed]
+    try:
+        _receive(here, routes, arrivals, *came)
+    except Exception as error:
+        refusal = error
+    _agree(mesh, axis, passages, refusal)
+    for landing in landings.values():
+        landing.commit()
+    return [route.nbytes for route in routes]
+
+
+def _agree(mesh: CPMesh, axis: str, passages: Sequence[Passage], refusal: Exception | None) -> None:
+    """Raise on all ranks if one refuses: there what it found, elsewhere that another did."""
     refused = torch.tensor([refusal is not None], dtype=torch.int32, device=mesh.device_type)
     if mesh.all_reduce(refused, axis, "max").item():
         raise refusal or TransferError(
@@ -132,25 +143,22 @@ def hand_over(mesh: CPMesh, axis: str, passages: Sequence[Passage]) -> list[int]
             "all ranks take them or none does, and another rank refuses",
             "see the error of that rank",
         )
-    for landing in landings.values():
-        landing.commit()
-    return [route.nbytes for route in routes]
 
 
 def _description(passages: Sequence[Passage]) -> bytes:
-    """What this rank gives and takes; why it cannot, where a sequence is unknown."""
+    """What this rank gives and takes; why it cannot, e.g. where a sequence is unknown."""
     entries = []
-    for passage in passages:
-        give = take = None
-        if passage.source is not None:
-            try:
+    try:
+        for passage in passages:
+            give = take = None
+            if passage.source is not None:
                 give = passage.source.describe(passage.seq, first_head=passage.source_head)
-            except CPLayersError as error:
-                return json.dumps({"error": str(error)}).encode()
-        if passage.target is not None:
-            take = passage.target.blank(first_head=passage.target_head)
-        entries.append([None if each is None else each.to_json() for each in (give, take)])
-    return json.dumps(entries).encode()
+            if passage.target is not None:
+                take = passage.target.blank(first_head=passage.target_head)
+            entries.append([None if each is None else each.to_json() for each in (give, take)])
+        return json.dumps(entries).encode()
+    except Exception as error:
+        return json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
 
 
 def _routes(descriptions: Sequence[bytes]) -> list[Route]:
@@ -197,11 +205,10 @@ def _mine(here: int, routes: Sequence[Route]) -> Iterator[tuple[int, Route, Move
                 yield i, route, move
 
 
-def _send(
-    mesh: CPMesh, axis: str, passages: Sequence[Passage], routes: Sequence[Route]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """What came from each rank: rows, and the checksums of their blocks, both as bytes."""
-    n, here = mesh.size(axis), mesh.rank(axis)
+def _pack(
+    here: int, n: int, device: str, passages: Sequence[Passage], routes: Sequence[Route]
+) -> list[tuple[list[Tensor], list[int]]]:
+    """Rows, and the checksums of their blocks, both as bytes: for each rank, and how many come."""
     rows: list[list[Tensor]] = [[] for _ in range(n)]
     sums: list[list[int]] = [[] for _ in range(n)]
     row_sizes, sum_sizes = [0] * n, [0] * n
@@ -219,12 +226,10 @@ def _send(
             for block, count in zip(*route.blocks(move), strict=True):
                 sums[move.target].append(checksum(digest, block, part[edge : edge + count]))
                 edge += count
-    empty = torch.empty(0, dtype=torch.uint8, device=mesh.device_type)
+    empty = torch.empty(0, dtype=torch.uint8, device=device)
     parts = [torch.cat([empty, *pieces]) for pieces in rows]
-    came = exchange(mesh, parts, row_sizes, axis)
     numbers = [torch.tensor(each, dtype=torch.int64).view(torch.uint8) for each in sums]
-    checks = exchange(mesh, [each.to(empty.device) for each in numbers], sum_sizes, axis)
-    return came, checks
+    return [(parts, row_sizes), ([each.to(empty.device) for each in numbers], sum_sizes)]
 
 
 def _receive(

@@ -12,6 +12,7 @@ from transfer_cases import Case, Side, check, fill, same, snapshot
 
 from cplayers import CacheFullError, ConfigError, CPMesh, Topology, TransferError
 from cplayers.cache import GQASpec, Landing, PagedKVCache, moves
+from cplayers.cache.landing import Arrival
 from cplayers.cache.shard import checksum
 from cplayers.serving import Passage, hand_over
 from cplayers.serving.handover import Route, _receive
@@ -103,6 +104,16 @@ def test_any_layout_to_any_other_moves_what_changes_owner(ranks, seeds: range) -
 CASE = Case(Side((2, 2, 4)), Side((3, 1, 4)), 29, 0)
 
 
+class Failing:
+    """Stands for what can go wrong inside one rank only, as when its memory is at an end."""
+
+    def __call__(self, *given: object, **options: object) -> None:
+        raise MemoryError("on one rank")
+
+
+PLACES = {"describe": 0, "rows_at": 1}
+
+
 def refused(how: str) -> tuple[str, str, bool]:
     """How an impossible handover ends on this rank, and whether its cache is as it was."""
     mesh = CPMesh(Topology(pcp=3))
@@ -124,9 +135,17 @@ def refused(how: str) -> tuple[str, str, bool]:
         passages = [Passage("x", given, taken)]
     if how == "twice" or (how == "counts" and rank == 2):
         passages *= 2
+    if PLACES.get(how) == rank:
+        setattr(given, how, Failing())
+    if how == "tokens" and rank == 2:
+        passages = [Passage("a", given, taken, tokens=[2**70] * 40)]
+    if how == "fill" and rank == 1:
+        Arrival.fill, fill_in = Failing(), Arrival.fill
     try:
         hand_over(mesh, "pcp", passages)
-    except (TransferError, CacheFullError, ConfigError) as error:
+    except (TransferError, CacheFullError, ConfigError, MemoryError, OverflowError) as error:
+        if how == "fill" and rank == 1:
+            Arrival.fill = fill_in
         mesh.all_reduce(torch.ones(1), "pcp")  # the ranks are still in step
         return type(error).__name__, str(error), same(before, snapshot(taken))
     raise AssertionError("it was not refused")
@@ -141,7 +160,11 @@ def refused(how: str) -> tuple[str, str, bool]:
         ("dtype", ["TransferError"] * 3, "dtype=torch.float64"),
         ("planes", ["TransferError"] * 3, "a shard with planes"),
         ("twice", ["ConfigError"] * 3, "the name of a sequence is unique"),
-        ("unknown", ["TransferError"] * 3, "rank 0: seq='x'"),
+        ("unknown", ["TransferError"] * 3, "rank 0: ConfigError: seq='x'"),
+        ("describe", ["TransferError"] * 3, "rank 0: MemoryError: on one rank"),
+        ("rows_at", ["TransferError", "MemoryError", "TransferError"], "on one rank|refuses"),
+        ("tokens", ["TransferError", "TransferError", "OverflowError"], "int too|refuses"),
+        ("fill", ["TransferError", "MemoryError", "TransferError"], "on one rank|refuses"),
         ("counts", ["TransferError"] * 3, r"\[1, 1, 2\] sequences by rank"),
     ],
 )
