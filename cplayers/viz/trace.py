@@ -63,7 +63,7 @@ def _draw_requests(axes: Axes, names: Sequence[str], lines: Sequence[Mapping[str
     axes.plot([], [], ">", color="black", markersize=3, label="moves")
     axes.set_ylabel("requests, by arrival")
     axes.invert_yaxis()
-    axes.legend(loc="lower right", fontsize="small")
+    axes.legend(loc="upper right", fontsize="small")
 
 
 def _draw_memory(axes: Axes, lines: Sequence[Mapping[str, Any]]) -> None:
