@@ -15,6 +15,7 @@ import pytest
 from rank_processes import reports_of
 from serving_cases import CONFIG, alone, requests, served
 
+from cplayers import CPMesh, Topology
 from cplayers.serving import ServedModel, Server, write_trace
 
 GIVEN = requests(7, count=16, seconds=1.0, longest=100)
@@ -115,3 +116,44 @@ def test_sixty_requests_survive_a_kill_amid_the_trace(tmp_path) -> None:
     (loss,) = (line["time"] for line in lines if line["event"] == "lost")
     ends = [line["time"] for line in lines if line["event"] == "finish"]
     assert min(ends) < loss < max(ends), "it came amid the trace"
+
+
+def raise_in_step(rank: int, folder: Path):
+    model = served()
+    if rank == 2:
+        calls = iter(range(12))
+
+        def count(*_: object) -> None:
+            if next(calls, None) is None:
+                raise ValueError("a weight is not a number")
+
+        model.module.blocks[0].mlp.register_forward_hook(count)
+    done = Server(model, ROOMY, num_replicas=4).run(GIVEN)
+    return [p.new for p in done]
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_is_lost_like_one_that_dies(tmp_path) -> None:
+    reports = reports_of(raise_in_step, 4, tmp_path)
+    assert reports.pop(2) == "ValueError: a weight is not a number"
+    expected = [alone(request) for request in GIVEN]
+    assert reports == dict.fromkeys((0, 1, 3), expected)
+
+
+def replicas_of_two(rank: int, folder: Path):
+    model = served(CPMesh(Topology(tp=2, dp=2)))
+    config = replace(ROOMY, sizes=(1, 2), crossovers={2: 40}, num_blocks=60)
+    server = Server(model, config, num_replicas=2, ranks_per_replica=2)
+    if rank == 3:
+        threading.Thread(target=die_after, args=(server, 5, 0.003), daemon=True).start()
+    return [p.new for p in server.run(GIVEN)]
+
+
+@pytest.mark.slow
+def test_what_is_left_of_a_replica_takes_no_part(tmp_path) -> None:
+    reports = reports_of(replicas_of_two, 4, tmp_path)
+    assert reports.pop(2).startswith(
+        "RankFailedError: rank 2 is left of a replica that lost others"
+    )
+    expected = [alone(request) for request in GIVEN]
+    assert reports == dict.fromkeys((0, 1), expected)
