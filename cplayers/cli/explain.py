@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cplayers.cli.arguments import Flag, Option, up_to
 from cplayers.cli.command import BLOCKS, DEGREES, HELP, JSON, PNG, Command, need, picture, show_json
+from cplayers.errors import ConfigError
 
 if TYPE_CHECKING:
     from cplayers.cache import InterleavedLayout, ZigzagLayout
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 SHOWN = 24
 MOST_GROUPS = 16
+MOST_RANKS = 1 << 14
 MOST_TOKENS = 1 << 22  # each is looked up
 
 TEXT = """
@@ -50,6 +52,12 @@ def run(values: Mapping[str, Any]) -> int:
         picture(values["png"])
     topology = Topology(*(values[name] for name in ("tp", "dcp", "pcp", "dp")))
     _ = topology.dcp_tp  # refuses a dcp that tp and pcp do not allow
+    if topology.world_size > MOST_RANKS:
+        raise ConfigError(
+            f"{topology.world_size:,} ranks",
+            f"groups of at most {MOST_RANKS:,} ranks are listed",
+            "explain dp=1 or smaller degrees: the pattern repeats",
+        )
     tokens = values["tokens"]
     cache = InterleavedLayout(topology.dcp, values["interleave"], values["block"])
     prompt = ZigzagLayout(topology.pcp, tokens)

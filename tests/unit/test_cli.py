@@ -176,6 +176,7 @@ def test_every_token_is_explained_once_where_it_lives(
         ([*PLAN, "--png", "plan.txt"], "--png plan.txt: pictures are PNG files"),
         (["plan", "model=/bin/ls", *PLAN[2:]], "model=/bin/ls: it is not JSON"),
         (["verify", "heads=4", "seed=99999999999999999999"], "seed is at most"),
+        (["explain", "tp=1024", "pcp=1024"], "1,048,576 ranks: groups of at most 16,384 ranks"),
         (["explain", "tokens=1G"], "tokens=1G: tokens is at most 4,194,304"),
     ],
     ids=" ".join,
