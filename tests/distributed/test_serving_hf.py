@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from parity import Tiny
+from parity import HEAD_DIM, Tiny
 from parity_mla import TinyMLA
 
 from cplayers import ConfigError, CPMesh, Topology
@@ -24,9 +24,8 @@ CONFIG = ServingConfig(
     steps=4,
     headroom=6,
 )
+FLOAT64 = 8
 LLAMA, DEEPSEEK = Tiny("llama", 8, 2), TinyMLA("deepseek_v3", 8, 1)
-# two layers: keys and values of 2 KV heads of 8, or a latent of 16 and 8 rotary dimensions
-TOKEN_VALUES = {LLAMA: 2 * 2 * 2 * 8, DEEPSEEK: 2 * (16 + 8)}
 
 
 def given() -> list[Request]:
@@ -84,7 +83,11 @@ def test_tokens_are_those_of_transformers(ranks, tiny, replicas, tp, dcp) -> Non
     assert new == alone(tiny)
     assert moved >= 1
     assert all(result == results[0] for result in results)
-    assert nbytes == CONFIG.num_blocks * 4 * TOKEN_VALUES[tiny] // (tp // dcp) * 8
+    config = tiny.build().config  # of two layers
+    values = 2 * config.num_key_value_heads // tp * HEAD_DIM
+    if isinstance(tiny, TinyMLA):
+        values = config.kv_lora_rank + config.qk_rope_head_dim
+    assert nbytes == CONFIG.num_blocks * CONFIG.block_size * 2 * values * FLOAT64
 
 
 def test_a_module_without_layers_is_refused() -> None:
