@@ -27,6 +27,7 @@ def test_sixty_requests_move_and_end_as_if_alone(tmp_path: Path) -> None:
     assert dynamic["most_blocks"] <= dynamic["config"]["num_blocks"]
     tokens = dynamic["config"]["num_blocks"] * dynamic["config"]["block_size"]
     assert dynamic["kv_bytes"] == tokens * 3 * 2 * 2 * 12 * 8  # layers, planes, heads, dim, float64
-    lines = [json.loads(line) for line in (tmp_path / "dynamic-crossovers.jsonl").open()]
+    trace = (tmp_path / "dynamic-crossovers.jsonl").read_text()
+    lines = [json.loads(line) for line in trace.splitlines()]
     assert sum(line["event"] == "finish" for line in lines) == 60
     assert (tmp_path / "dynamic-crossovers.png").read_bytes().startswith(b"\x89PNG")
