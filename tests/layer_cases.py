@@ -145,7 +145,7 @@ def check_replayed(name: str, device: str, record: Record) -> None:
         x = inputs(new, new, torch.float32).to(device)
         layer(x, angles(plan.positions, torch.float32), cache, plan)
         cache.commit(plan)
-    buffers = StaticDecode(cache, 4, windows=[layer.scoring.window])
+    buffers = StaticDecode(cache, 4, new_tokens=2, windows=[layer.scoring.window])
     nobody = buffers.load(cache.plan([]))  # recording may run it, which must change nothing
     before = [store.clone() for store in cache.storage.stores(0)]
     x, y = torch.zeros(4, HIDDEN, device=device), torch.full((4, HIDDEN), math.nan, device=device)
