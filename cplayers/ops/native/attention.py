@@ -38,7 +38,6 @@ def _function(head_dim: int, value_dim: int, dtype: torch.dtype) -> Any:
     return function
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def unavailable(head_dim: int, value_dim: int, dtype: torch.dtype) -> str | None:
     """Why there is no kernel for these dimensions on this machine, or ``None``.
 
@@ -50,6 +49,10 @@ def unavailable(head_dim: int, value_dim: int, dtype: torch.dtype) -> str | None
         dtype: Of queries, keys and values.
     """
     return _reason(head_dim, value_dim, dtype)
+
+
+# As `torch.compiler.assume_constant_result` does, which takes a second to import the compiler.
+setattr(unavailable, "_dynamo_marked_constant", True)  # noqa: B010 - functions declare none
 
 
 @cache
