@@ -152,7 +152,7 @@ def attend_cached(
         cached: The layer, which holds this step's keys already.
         scoring: How keys are scored.
         prefill: ``plan.prefill`` where the rows are its packed tokens; ``None`` for decode rows.
-        rows: Of these rows only some; ``None``: all.
+        rows: Of decode rows only some, those of whole requests; ``None``: all.
 
     Returns:
         out `[T, N, V]`, lse `[T, N]`; (0, -inf) for rows whose keys are all on other ranks.
@@ -160,9 +160,9 @@ def attend_cached(
     cache, plan, layer = cached
     part = plan if prefill is None else prefill
     stores = cache.spec.keys_values(cache.storage.stores(layer))
-    keys = part.paged(scoring.window)
-    wanted, seen = (q, keys) if rows is None else (q[rows], keys.part(rows))
-    partial = scoring.attend_paged(wanted, *stores, seen)
+    window, wanted = scoring.window, q if rows is None else q[rows]
+    keys = plan.paged(window, rows) if prefill is None else prefill.paged(window)
+    partial = scoring.attend_paged(wanted, *stores, keys)
     if partial is not None:
         return partial
     reads = part.reads(scoring.window)

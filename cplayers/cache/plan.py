@@ -85,6 +85,9 @@ class StepPlan:
     is_static: bool = False
     _reads: dict[int | None, tuple[Read, ...]] = field(repr=False, default_factory=dict)
     _paged: dict[int | None, PagedKeys] = field(repr=False, default_factory=dict)
+    _parts: dict[tuple[int | None, int | None, int], PagedKeys] = field(
+        repr=False, default_factory=dict
+    )
 
     @property
     def num_rows(self) -> int:
@@ -198,24 +201,30 @@ class StepPlan:
                 "buffers, or see what layer.local_backends() says and `StaticDecode` takes"
             )
 
-    def paged(self, window: int | None = None) -> PagedKeys:
+    def paged(self, window: int | None = None, rows: slice | None = None) -> PagedKeys:
         """The same for a kernel that looks up block tables, which are those of this step.
 
         Args:
             window: Sliding window of the layer, or ``None``.
+            rows: Some of the rows, those of whole requests; ``None``: all.
 
         Raises:
             StateError: Of a step in static buffers that were made without this window.
         """
         if window not in self._paged:
             self._require_plain(f"windows={list(self._paged)}, not window={window}")
-            count, rows = self._num_decoding, self.num_decode
+            count = self._num_decoding
             self._paged[window] = paged_keys(
                 self._requests[:count],
                 self._table_rows[:count],
                 self._table,
-                self._positions[:rows],
+                self._positions[: self.num_decode],
                 self._view,
                 window,
             )
-        return self._paged[window]
+        if rows is None:
+            return self._paged[window]
+        at = window, rows.start, rows.stop
+        if at not in self._parts:
+            self._parts[at] = self._paged[window].part(rows)
+        return self._parts[at]
