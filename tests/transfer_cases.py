@@ -8,11 +8,12 @@ from typing import NamedTuple
 
 import torch
 
-from cplayers.cache import GQASpec, InterleavedLayout, MLASpec, PagedKVCache
+from cplayers.cache import BlockShard, GQASpec, InterleavedLayout, MLASpec, PagedKVCache
 
 LAYERS = 2
 LATENT = 5, 2  # of MLA
 HEAD_DIM = 3
+SALT = 0.5
 
 
 @dataclass(frozen=True)
@@ -166,3 +167,25 @@ def draw(seed: int, most_ranks: int = 9, most_tokens: int = 90) -> Case:
     length = rng.choice([0, 1, rng.randint(2, 12), rng.randint(1, most_tokens)])
     oldest = rng.choice([0, 0, rng.randint(0, length)])
     return Case(side(), side(), length, oldest)
+
+
+def group(side: Side, num_blocks: int = 120) -> list[PagedKVCache]:
+    """The caches of a side, one per rank."""
+    return [side.cache(rank, num_blocks) for rank in range(side.ranks)]
+
+
+def exported(
+    case: Case, tokens: list[int] | None = None, model_heads: int | None = None
+) -> list[BlockShard]:
+    """The shards of a sequence that was computed in two steps, and partly forgotten."""
+    shards = []
+    for rank, cache in enumerate(group(case.source)):
+        cache.add("other")
+        fill(cache, case.source, rank, "other", 7, 9.0)  # so that blocks do not begin at 0
+        cache.add("a", tokens)
+        fill(cache, case.source, rank, "a", case.length // 2, SALT)
+        fill(cache, case.source, rank, "a", case.length - case.length // 2, SALT)
+        cache.forget("a", case.oldest)
+        first_head = case.source.place(rank)[1]
+        shards.append(cache.export_blocks("a", first_head=first_head, model_heads=model_heads))
+    return shards

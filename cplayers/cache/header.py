@@ -19,7 +19,7 @@ from torch import Tensor
 from cplayers.cache.layouts import InterleavedLayout
 from cplayers.cache.spec import Plane
 from cplayers.cache.transfer import Holding
-from cplayers.errors import TransferError
+from cplayers.errors import ConfigError, TransferError
 
 FORMAT = 1
 """Version of what a header says; others are refused."""
@@ -38,11 +38,13 @@ class ShardHeader:
     Attributes:
         spec: Name of the cache spec's class.
         planes: Its planes, with the heads of this rank.
+        value_dim: Dimension of the values, which planes alone need not tell.
         dtype: Storage type, as torch names it.
         num_layers: Attention layers.
         layout: How the sequence is spread over its group.
         cp_rank: The rank's place in that group.
         first_head: KV head of the model that is the rank's first.
+        model_heads: KV heads of the model, if the exporter said how many.
         length: Tokens of the sequence, all ranks together.
         oldest: Tokens before this position were forgotten.
         hashes: Of the whole units of known tokens, in hexadecimal.
@@ -50,11 +52,13 @@ class ShardHeader:
 
     spec: str
     planes: tuple[Plane, ...]
+    value_dim: int
     dtype: str
     num_layers: int
     layout: InterleavedLayout
     cp_rank: int
     first_head: int
+    model_heads: int | None
     length: int
     oldest: int
     hashes: tuple[str, ...]
@@ -130,7 +134,11 @@ class ShardHeader:
 
     def _check(self) -> None:
         names = (self.spec, self.dtype, *(plane.name for plane in self.planes), *self.hashes)
-        counts = (self.num_layers, *(n for p in self.planes for n in (p.heads, p.dim)))
+        counts = (
+            self.num_layers,
+            self.value_dim,
+            *(n for p in self.planes for n in (p.heads, p.dim)),
+        )
         layout = (self.layout.cp_size, self.layout.interleave_size, self.layout.block_size)
         others = (self.cp_rank, self.first_head, self.length, self.oldest)
         if not all(type(name) is str for name in names) or not self.planes:
@@ -143,8 +151,22 @@ class ShardHeader:
             raise ValueError("a layout repeats beyond any position")
         if self.cp_rank >= self.layout.cp_size or self.oldest > self.length:
             raise ValueError("a rank or position is out of range")
+        if self.model_heads is not None and type(self.model_heads) is not int:
+            raise ValueError("the number of KV heads is not an int")
+        self.require_heads()
         if any(len(bytes.fromhex(text)) != HASH_BYTES for text in self.hashes):
             raise ValueError("a hash has another length")
+
+    def require_heads(self) -> None:
+        """Raise ConfigError unless the model has the heads that this says it is of."""
+        low, high = self.holding.heads
+        most = self.model_heads
+        if low < 0 or (most is not None and not high <= most < LARGEST):
+            raise ConfigError(
+                f"first_head={low}, model_heads={most} for a rank with {high - low} KV heads",
+                "heads are counted from 0 through those of all ranks",
+                "pass those of the model, not those of this rank",
+            )
 
     def digest(self) -> bytes:
         """Fingerprint that goes into the checksum of every block."""
@@ -180,7 +202,8 @@ def require_one_sequence(headers: Sequence[ShardHeader]) -> ShardHeader:
     """
     if not headers:
         raise TransferError("no shards", "a sequence has at least one", "pass those of all ranks")
-    for name in ("spec", "dtype", "num_layers", "layout", "length", "oldest", "hashes"):
+    names = ("spec", "dtype", "num_layers", "layout", "model_heads", "length", "oldest", "hashes")
+    for name in names:
         values = {getattr(header, name) for header in headers}
         if len(values) > 1:
             raise TransferError(
@@ -192,9 +215,10 @@ def require_one_sequence(headers: Sequence[ShardHeader]) -> ShardHeader:
 
 
 def require_whole(headers: Sequence[ShardHeader]) -> None:
-    """Raise unless shards of one sequence have, of every position, all KV heads that any has.
+    """Raise unless shards of one sequence have, of every position, all KV heads.
 
-    This does not depend on the rank that asks.
+    Which these are the shards say; otherwise those that any of them has. This does not depend on
+    the rank that asks.
 
     Raises:
         TransferError: If some are missing.
@@ -204,7 +228,9 @@ def require_whole(headers: Sequence[ShardHeader]) -> None:
     for header in headers:
         heads.setdefault(header.cp_rank, set()).add(header.holding.heads)
         rows[header.cp_rank] = header.num_rows
-    top = max(high for runs in heads.values() for _, high in runs)
+    top = headers[0].model_heads
+    if top is None:
+        top = max(high for runs in heads.values() for _, high in runs)
     expected = headers[0].length - headers[0].oldest
     for cp_rank, runs in heads.items():
         reached = 0
@@ -234,9 +260,9 @@ def require_fit(header: ShardHeader, own: ShardHeader) -> None:
         [(plane.name, 1 if divided else plane.heads, plane.dim) for plane in each.planes]
         for each in (header, own)
     ]
-    if shapes[0] != shapes[1]:
+    if shapes[0] != shapes[1] or header.value_dim != own.value_dim:
         raise TransferError(
-            f"a shard with planes {header.planes}",
-            f"the cache that takes it stores {own.planes}",
+            f"a shard with planes {header.planes} and values of {header.value_dim} features",
+            f"the cache that takes it stores {own.planes} with values of {own.value_dim}",
             "send it to a cache of the same model",
         )

@@ -39,7 +39,9 @@ class PortableCache:
     storage: Storage
     _pending: object | None
 
-    def export_blocks(self, seq: Hashable, *, first_head: int = 0) -> BlockShard:
+    def export_blocks(
+        self, seq: Hashable, *, first_head: int = 0, model_heads: int | None = None
+    ) -> BlockShard:
         """A copy of this rank's non-empty blocks of ``seq``, with a checksum each.
 
         Only committed tokens are exported, and none that were forgotten.
@@ -48,11 +50,13 @@ class PortableCache:
             seq: The sequence, which stays in this cache.
             first_head: KV head of the model that is the first of this rank's, where tensor
                 parallelism spreads KV heads.
+            model_heads: KV heads of the model, all ranks together. An import that is not given
+                those of the last ranks notices it from this.
 
         Raises:
-            ConfigError: If ``seq`` is unknown.
+            ConfigError: If ``seq`` is unknown, or the model has no such heads.
         """
-        header = self.describe(seq, first_head=first_head)
+        header = self.describe(seq, first_head=first_head, model_heads=model_heads)
         positions = header.holding.positions(header.oldest, header.length)
         return BlockShard.of(header, self.rows_at(seq, positions))
 
@@ -79,8 +83,8 @@ class PortableCache:
             agree: ``agree(ok)`` says whether all ranks of this group have verified their part,
                 e.g. by an all-reduce; it is called once on every rank. Without it each rank wants
                 all shards and verifies every block of them, so that all ranks that are given the
-                same ones decide alike without talking. Shards do not say how many KV heads the
-                model has: where all those of its last heads may be missing, pass ``agree``.
+                same ones decide alike without talking. That shards of the model's last KV heads
+                are missing shows only if they were exported with ``model_heads``.
 
         Returns:
             Tokens of the sequence.
@@ -110,39 +114,51 @@ class PortableCache:
         landing.commit()
         return self._sequences.get(seq).length
 
-    def describe(self, seq: Hashable, *, first_head: int = 0) -> ShardHeader:
+    def describe(
+        self, seq: Hashable, *, first_head: int = 0, model_heads: int | None = None
+    ) -> ShardHeader:
         """What `export_blocks` would export of ``seq``.
 
         Args:
             seq: The sequence.
             first_head: See `export_blocks`.
+            model_heads: See `export_blocks`.
 
         Raises:
-            ConfigError: If ``seq`` is unknown.
+            ConfigError: If ``seq`` is unknown, or the model has no such heads.
         """
-        return self._header(self._sequences.get(seq), first_head)
+        return self._header(self._sequences.get(seq), first_head, model_heads)
 
     def blank(self, *, first_head: int = 0) -> ShardHeader:
         """What this rank would export of an empty sequence: its spec and its place.
 
         Args:
             first_head: See `export_blocks`.
-        """
-        return self._header(SequenceState(), first_head)
 
-    def _header(self, state: SequenceState, first_head: int) -> ShardHeader:
-        return ShardHeader(
+        Raises:
+            ConfigError: If there is no such head.
+        """
+        return self._header(SequenceState(), first_head, None)
+
+    def _header(
+        self, state: SequenceState, first_head: int, model_heads: int | None
+    ) -> ShardHeader:
+        header = ShardHeader(
             spec=type(self.spec).__name__,
             planes=self.spec.planes,
+            value_dim=self.spec.value_dim,
             dtype=str(self.dtype),
             num_layers=self.num_layers,
             layout=self.layout,
             cp_rank=self.view_of_rank.cp_rank,
             first_head=first_head,
+            model_heads=model_heads,
             length=state.length,
             oldest=state.oldest,
             hashes=tuple(unit.hex() for unit in state.hashes),
         )
+        header.require_heads()
+        return header
 
     def rows_at(self, seq: Hashable, positions: Tensor) -> Tensor:
         """A copy of what this rank stores of ``seq`` at its own ``positions``.

@@ -8,31 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 import transfer_cases
-from transfer_cases import Case, Side, check, fill, same, snapshot
+from transfer_cases import SALT, Case, Side, check, exported, fill, group, same, snapshot
 
 from cplayers.cache import BlockShard, GQASpec, InterleavedLayout, PagedKVCache
 from cplayers.errors import CacheFullError, ConfigError, TransferError
 
-SALT = 0.5
 PROMPT = list(range(100, 190))
-
-
-def group(side: Side, num_blocks: int = 120) -> list[PagedKVCache]:
-    return [side.cache(rank, num_blocks) for rank in range(side.ranks)]
-
-
-def exported(case: Case, tokens: list[int] | None = None) -> list[BlockShard]:
-    """The shards of a sequence that was computed in two steps, and partly forgotten."""
-    shards = []
-    for rank, cache in enumerate(group(case.source)):
-        cache.add("other")
-        fill(cache, case.source, rank, "other", 7, 9.0)  # so that blocks do not begin at 0
-        cache.add("a", tokens)
-        fill(cache, case.source, rank, "a", case.length // 2, SALT)
-        fill(cache, case.source, rank, "a", case.length - case.length // 2, SALT)
-        cache.forget("a", case.oldest)
-        shards.append(cache.export_blocks("a", first_head=case.source.place(rank)[1]))
-    return shards
 
 
 def imported(case: Case, shards: list[BlockShard], **options) -> list[PagedKVCache]:

@@ -110,7 +110,10 @@ def header_of(path: Path) -> dict:
 def rewritten(path: Path, target: Path, **changes) -> Path:
     """The same tensors under a header with some fields changed; ``None`` leaves one out."""
     values = {**header_of(path), **changes}
-    text = json.dumps({key: value for key, value in values.items() if value is not None})
+    for field in changes:
+        if changes[field] is None:
+            del values[field]
+    text = json.dumps(values)
     save_file(load_file(path), target, metadata={"cplayers": text})
     return target
 
@@ -132,6 +135,12 @@ LAYOUT = {"cp_size": 2, "interleave_size": 2, "block_size": 2}
         ({"length": 10**11}, "the header announces"),
         ({"length": "5"}, "position, rank or head"),
         ({"oldest": 6}, "out of range"),
+        ({"model_heads": 0}, "model_heads=0"),
+        ({"model_heads": 2**40}, "model_heads=1099511627776"),
+        ({"model_heads": True}, "the number of KV heads"),
+        ({"model_heads": "2"}, "the number of KV heads"),
+        ({"value_dim": 0}, "a size"),
+        ({"value_dim": None}, "it has the fields"),
         ({"cp_rank": 2}, "out of range"),
         ({"num_layers": 0}, "a size"),
         ({"layout": {**LAYOUT, "block_size": 0}}, "at least 1"),
