@@ -4,7 +4,9 @@
     cache.import_blocks("a", [load_shard(path) for path in paths])    # on each rank of another
 
 A file has the tensors ``rows`` and ``checksums`` and the header as its metadata. It appears at once
-and whole. Reading maps it into memory: a rank touches the blocks that it verifies, and no others.
+and whole; after a loss of power it may be cut short, which reading refuses. Keys and values tell
+what a user wrote: only the owner may read a file until its mode is changed. Reading maps it into
+memory: a rank touches the blocks that it verifies, and no others.
 """
 
 from __future__ import annotations
@@ -27,16 +29,17 @@ def save_shard(shard: BlockShard, path: str | os.PathLike[str]) -> None:
 
     Args:
         shard: What `PagedKVCache.export_blocks` returned.
-        path: The file; one that exists is replaced.
+        path: The file; one that exists is replaced, as is a link.
 
     Raises:
         ConfigError: If safetensors is not installed.
+        OSError: If it cannot be written; a file that was there stays as it was.
     """
     _require_safetensors()
     from safetensors.torch import save_file
 
     target = Path(path)
-    handle, name = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
+    handle, name = tempfile.mkstemp(prefix=".shard-", dir=target.parent)
     os.close(handle)
     try:
         tensors = {"rows": shard.rows.cpu().contiguous(), "checksums": shard.checksums}

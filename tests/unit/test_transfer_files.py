@@ -212,6 +212,38 @@ def test_a_layout_of_any_size_within_bounds_is_only_arithmetic(changes: dict) ->
         cache.import_blocks("a", [shard], agree=bool)
 
 
+@pytest.mark.parametrize("name", ["x", "n" * 255])
+def test_a_file_is_replaced_whole_or_not_at_all(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one with the longest name; only its owner may read it."""
+    shards = []
+    for length in (3, 5):
+        cache = CASE.source.cache(0, 20)
+        cache.add("a")
+        fill(cache, CASE.source, 0, "a", length, SALT)
+        shards.append(cache.export_blocks("a"))
+    path, other = tmp_path / name, tmp_path / "other"
+    other.write_text("of somebody else")
+    path.symlink_to(other)
+    save_shard(shards[0], path)
+    assert other.read_text() == "of somebody else", "a link is replaced, not followed"
+    assert path.stat().st_mode & 0o777 == 0o600
+
+    def fails(tensors: object, name: str, metadata: object) -> None:
+        Path(name).write_bytes(b"half of it")
+        raise OSError("no space left")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("safetensors.torch.save_file", fails)
+        with pytest.raises(OSError, match="no space left"):
+            save_shard(shards[1], path)
+    assert load_shard(path).header.length == 3
+    save_shard(shards[1], path)
+    assert load_shard(path).header.length == 5
+    assert sorted(tmp_path.iterdir()) == sorted([path, other])
+
+
 def test_other_files_are_refused(good: list[Path], tmp_path: Path) -> None:
     save_file({"weight": torch.ones(2)}, tmp_path / "model")
     with pytest.raises(TransferError, match=r"with the tensors \['weight'\]"):
