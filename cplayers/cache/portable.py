@@ -95,22 +95,24 @@ class PortableCache:
             ConfigError: If the name is taken.
             CacheFullError: If the pool cannot hold the sequence.
         """
-        refusal: Exception | None = None
+        # In a list, since an error that a local names keeps that frame, and with it what came,
+        # until the garbage collector looks.
+        refusals: list[Exception] = []
         landing = Landing(self)
         try:
             landing.from_shards(
                 seq, shards, first_head=first_head, tokens=tokens, verify_all=agree is None
             )
         except Exception as error:  # told to the other ranks first, then raised
-            refusal = error
-        if agree is not None and not agree(refusal is None) and refusal is None:
+            refusals.append(error)
+        if agree is not None and not agree(not refusals) and not refusals:
             raise TransferError(
                 f"an import of {seq!r} that another rank refused",
                 "a group takes a sequence on all ranks or on none",
                 "see the error of that rank",
             )
-        if refusal is not None:
-            raise refusal
+        if refusals:
+            raise refusals.pop()
         landing.commit()
         return self._sequences.get(seq).length
 

@@ -1,6 +1,6 @@
 """Sequences from the caches of some ranks to those of others, over one axis that joins them all.
 
-    say      every rank describes what it gives and takes           gather of a few hundred bytes
+    say      every rank describes what it gives and takes           gather of some hundred bytes
     decide   which tokens go from whom to whom                       nothing: all know the same
     agree    whether all ranks can give and take that                all-reduce of one number
     send     exactly the tokens that change owner                    exchange
@@ -8,9 +8,10 @@
     agree    whether all ranks have verified what came               all-reduce of one number
     take     write, and let the sequences count                      nothing
 
-Until the last line no cache has changed; a rank that refuses makes all of them refuse. A rank that
-gives and takes keeps what it has: such tokens are copied from its one cache to its other. The
-giving caches keep the sequences; free them afterwards.
+What is said of a sequence is some hundred bytes, and 36 for each hashed unit of its prompt. Until
+the last line no cache has changed; a rank that refuses makes all of them refuse. A rank that gives
+and takes keeps what it has: such tokens are copied from its one cache to its other. The giving
+caches keep the sequences; free them afterwards.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 
 from cplayers.cache import Landing, Move, PagedKVCache, ShardHeader, moves
+from cplayers.cache.blocks import chain_hash
 from cplayers.cache.header import require_fit, require_one_sequence
 from cplayers.cache.landing import Arrival
 from cplayers.cache.shard import checksum, require_checksum
@@ -36,12 +38,13 @@ class Passage:
     """One sequence on its way, as one rank sees it.
 
     Attributes:
-        seq: Its name, in both caches.
+        seq: Its name, in both caches and alike on all ranks.
         source: The cache that gives it, on ranks that have it.
         target: The cache that takes it, on ranks that are to have it.
         source_head: KV head of the model that is the first in ``source``.
         target_head: The same for ``target``.
-        tokens: Token ids of its prompt, to keep it findable, see `PagedKVCache.import_blocks`.
+        tokens: Token ids of its prompt, to keep it findable, see `PagedKVCache.import_blocks`;
+            alike on all ranks that take it.
     """
 
     seq: Hashable
@@ -106,7 +109,7 @@ def hand_over(mesh: CPMesh, axis: str, passages: Sequence[Passage]) -> list[int]
     n, here = mesh.size(axis), mesh.rank(axis)
     said = gather_bytes(mesh, _description(passages), axis)
     landings: dict[int, Landing] = {}
-    refusal: Exception | None = None
+    refusals: list[Exception] = []  # see `PagedKVCache.import_blocks`
     arrivals: list[Arrival | None] = [None] * len(passages)
     try:  # whatever fails on a rank alone, the others learn of it: they wait for this one
         routes = _routes(said)
@@ -121,24 +124,26 @@ def hand_over(mesh: CPMesh, axis: str, passages: Sequence[Passage]) -> list[int]
                 )
         packed = _pack(here, n, mesh.device_type, passages, routes)
     except Exception as error:
-        refusal = error
-    _agree(mesh, axis, passages, refusal)
+        refusals.append(error)
+    _agree(mesh, axis, passages, refusals)
     came = [exchange(mesh, parts, sizes, axis) for parts, sizes in packed]
     try:
         _receive(here, routes, arrivals, *came)
     except Exception as error:
-        refusal = error
-    _agree(mesh, axis, passages, refusal)
+        refusals.append(error)
+    _agree(mesh, axis, passages, refusals)
     for landing in landings.values():
         landing.commit()
     return [route.nbytes for route in routes]
 
 
-def _agree(mesh: CPMesh, axis: str, passages: Sequence[Passage], refusal: Exception | None) -> None:
+def _agree(mesh: CPMesh, axis: str, passages: Sequence[Passage], refusals: list[Exception]) -> None:
     """Raise on all ranks if one refuses: there what it found, elsewhere that another did."""
-    refused = torch.tensor([refusal is not None], dtype=torch.int32, device=mesh.device_type)
+    refused = torch.tensor([len(refusals)], dtype=torch.int32, device=mesh.device_type)
     if mesh.all_reduce(refused, axis, "max").item():
-        raise refusal or TransferError(
+        if refusals:
+            raise refusals.pop()
+        raise TransferError(
             f"sequences {[passage.seq for passage in passages]}",
             "all ranks take them or none does, and another rank refuses",
             "see the error of that rank",
@@ -155,10 +160,30 @@ def _description(passages: Sequence[Passage]) -> bytes:
                 give = passage.source.describe(passage.seq, first_head=passage.source_head)
             if passage.target is not None:
                 take = passage.target.blank(first_head=passage.target_head)
-            entries.append([None if each is None else each.to_json() for each in (give, take)])
+            known = None if passage.tokens is None else chain_hash(b"", passage.tokens).hex()
+            said = [None if each is None else each.to_json() for each in (give, take)]
+            entries.append([_spelled(passage.seq), known, *said])
         return json.dumps(entries).encode()
     except Exception as error:
         return json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
+
+
+def _spelled(name: Hashable) -> str:
+    """Text that is the same for equal names on all ranks; of a name that is not plain, its type."""
+    if isinstance(name, tuple):
+        return f"({', '.join(map(_spelled, name))})"
+    plain = name is None or isinstance(name, str | bytes | int | float)
+    return repr(name) if plain else type(name).__name__
+
+
+def _require_alike(what: str, said: dict[int, str | None]) -> None:
+    """Raise TransferError unless all ranks in ``said`` say the same."""
+    if len(set(said.values())) > 1:
+        raise TransferError(
+            f"{what} {said} by rank",
+            "all ranks name the same sequences in the same order, with the same tokens or none",
+            "pass them alike; those that do not concern a rank without source and target",
+        )
 
 
 def _routes(descriptions: Sequence[bytes]) -> list[Route]:
@@ -177,14 +202,16 @@ def _routes(descriptions: Sequence[bytes]) -> list[Route]:
         )
     routes = []
     for entries in zip(*said, strict=True):
+        _require_alike("sequences", {rank: entry[0] for rank, entry in enumerate(entries)})
         give, take = (
             {
                 rank: ShardHeader.from_json(entry[side])
                 for rank, entry in enumerate(entries)
                 if entry[side] is not None
             }
-            for side in (0, 1)
+            for side in (2, 3)
         )
+        _require_alike("hashes of prompts", {rank: entries[rank][1] for rank in take})
         if not take:
             routes.append(Route({}, []))
             continue

@@ -14,7 +14,8 @@ from cplayers import CacheFullError, ConfigError, CPMesh, Topology, TransferErro
 from cplayers.cache import GQASpec, Landing, PagedKVCache, moves
 from cplayers.cache.landing import Arrival
 from cplayers.cache.shard import checksum
-from cplayers.serving import Passage, hand_over
+from cplayers.errors import RankFailedError
+from cplayers.serving import Passage, hand_over, handover
 from cplayers.serving.handover import Route, _receive
 from cplayers.testing import RankPoolError
 
@@ -112,6 +113,7 @@ class Failing:
 
 
 PLACES = {"describe": 0, "rows_at": 1}
+TOKENS = {"tokens": [2**70] * 40, "other tokens": list(range(29))}
 
 
 def refused(how: str) -> tuple[str, str, bool]:
@@ -137,8 +139,12 @@ def refused(how: str) -> tuple[str, str, bool]:
         passages *= 2
     if PLACES.get(how) == rank:
         setattr(given, how, Failing())
-    if how == "tokens" and rank == 2:
-        passages = [Passage("a", given, taken, tokens=[2**70] * 40)]
+    if how in TOKENS and rank == 2:
+        passages = [Passage("a", given, taken, tokens=TOKENS[how])]
+    if how == "order":
+        if given is not None:
+            given.fork("a", "b")
+        passages = [Passage(seq, given, taken) for seq in ("ba" if rank == 1 else "ab")]
     if how == "fill" and rank == 1:
         Arrival.fill, fill_in = Failing(), Arrival.fill
     try:
@@ -163,7 +169,9 @@ def refused(how: str) -> tuple[str, str, bool]:
         ("unknown", ["TransferError"] * 3, "rank 0: ConfigError: seq='x'"),
         ("describe", ["TransferError"] * 3, "rank 0: MemoryError: on one rank"),
         ("rows_at", ["TransferError", "MemoryError", "TransferError"], "on one rank|refuses"),
-        ("tokens", ["TransferError", "TransferError", "OverflowError"], "int too|refuses"),
+        ("tokens", ["TransferError"] * 3, "rank 2: OverflowError: "),
+        ("other tokens", ["TransferError"] * 3, "hashes of prompts {0: None, 1: None, 2: '"),
+        ("order", ["TransferError"] * 3, """sequences {0: "'a'", 1: "'b'", 2: "'a'"} by rank"""),
         ("fill", ["TransferError", "MemoryError", "TransferError"], "on one rank|refuses"),
         ("counts", ["TransferError"] * 3, r"\[1, 1, 2\] sequences by rank"),
     ],
@@ -172,7 +180,7 @@ def test_all_ranks_refuse_or_none(ranks, how: str, errors: list[str], words: str
     results = ranks(RANKS).run(refused, how, n=3)
     assert [name for name, _, _ in results] == errors
     for _, text, unchanged in results:
-        assert re.search(words, text)
+        assert re.search(words, text), text
         assert unchanged
 
 
@@ -208,6 +216,48 @@ def block_sums(shard, part, route, move):
         sums.append(checksum(shard.header.digest(), block, part[edge : edge + count]))
         edge += count
     return torch.tensor(sums).view(torch.uint8)
+
+
+def fails_amid(when: int) -> tuple[bool, bool, str]:
+    """Rank 2 fails before the rows or the checksums are sent; whether the others' caches changed.
+
+    Rank 2 does not say so before it ends the others' waiting: nobody is left waiting for it.
+    """
+    mesh, calls = CPMesh(Topology(pcp=3)), []
+    rank = mesh.rank_global
+    given, taken = CASE.source.cache(rank, 40) if rank < 2 else None, CASE.target.cache(rank, 40)
+    if given is not None:
+        given.add("a")
+        fill(given, CASE.source, rank, "a", 29, 0.5)
+    before = given and snapshot(given), snapshot(taken)
+    send = handover.exchange
+
+    def send_or_fail(*given: object) -> list[torch.Tensor]:
+        calls.append(given)
+        if rank == 2 and len(calls) > when:
+            raise ValueError("lost amid")
+        return send(*given)
+
+    handover.exchange = send_or_fail
+    try:
+        with mesh.guard():
+            hand_over(mesh, "pcp", [Passage("a", given, taken)])
+    except (RankFailedError, ValueError) as error:
+        unchanged = given is None or same(before[0], snapshot(given))
+        return unchanged, same(before[1], snapshot(taken)), f"{type(error).__name__}: {error}"
+    finally:
+        handover.exchange = send
+    raise AssertionError("it was not refused")
+
+
+@pytest.mark.parametrize("when", [0, 1])
+def test_a_rank_that_fails_amid_changes_no_cache(ranks, when: int) -> None:
+    results = ranks(RANKS).run(fails_amid, when, n=3)
+    assert [(source, target) for source, target, _ in results] == [(True, True)] * 3
+    assert results[2][2] == "ValueError: lost amid"
+    for _, _, text in results[:2]:
+        assert text.startswith("RankFailedError: ")
+        assert "lost amid" in text
 
 
 def rank_2_fails() -> str:

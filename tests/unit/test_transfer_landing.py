@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import tracemalloc
+import weakref
 from dataclasses import replace
 
 import pytest
 import torch
 from transfer_cases import Case, Side, check, fill, same, snapshot
 
+from cplayers import CPMesh, Topology
 from cplayers.cache import BlockShard, Landing, PagedKVCache, Plane
+from cplayers.cache.landing import Arrival
 from cplayers.errors import CacheFullError, ConfigError, StateError, TransferError
+from cplayers.serving import Passage, hand_over
 
 CASE = Case(Side((2, 2, 4)), Side((1, 4, 4)), 29, 0)
 SIDE = CASE.target
@@ -138,6 +144,42 @@ def test_a_write_that_fails_leaves_no_block_behind(monkeypatch: pytest.MonkeyPat
     with pytest.raises(MemoryError):
         landing.commit()
     assert (cache.seqs, cache.pool.num_used, cache.pool.num_available) == ((), 0, 40)
+
+
+def damaged() -> list[BlockShard]:
+    first, second = exported()
+    return [first, replace(second, checksums=second.checksums + 1)]
+
+
+@pytest.mark.parametrize("way", ["alone", "agree", "other", "group"])
+def test_what_was_refused_takes_no_memory(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that came are gone with the error, and do not wait for the garbage collector."""
+    cache, source = SIDE.cache(0, 40), SIDE.cache(0, 40)
+    source.import_blocks("a", exported())
+    came: list[weakref.ref[Arrival]] = []
+    fill_in = Arrival.fill
+
+    def noted(arrival: Arrival, *given: object) -> None:
+        fill_in(arrival, *given)
+        came.append(weakref.ref(arrival))
+        if way == "group":
+            raise TransferError("rows", "that cannot be", "taken")
+
+    monkeypatch.setattr(Arrival, "fill", noted)
+    gc.disable()
+    try:
+        with contextlib.suppress(TransferError):
+            if way == "group":
+                hand_over(CPMesh(Topology()), "pcp", [Passage("a", source, cache)])
+            elif way == "other":
+                cache.import_blocks("a", exported(), agree=lambda ok: False)
+            else:
+                cache.import_blocks("a", damaged(), agree=bool if way == "agree" else None)
+        assert came
+        assert [arrival() for arrival in came] == [None] * len(came)
+    finally:
+        gc.enable()
+    assert cache.seqs == ()
 
 
 def with_planes(shard: BlockShard, *planes: Plane) -> BlockShard:
