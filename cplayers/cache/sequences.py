@@ -25,6 +25,7 @@ class SequenceState:
         hashes: Of the whole units of its known tokens; beyond ``length`` they are still to come.
         oldest: Tokens before this position are out of every window, and may be gone.
         dropped: Blocks at the front of the table that were given back.
+        begin: Tokens before this position were never here: the sequence came without them.
         full: Lengths from and to which as many blocks are full as now, and how many these are:
             kept, since most steps ask the same again.
         room: For how many blocks the room was computed, and the longest sequence they hold.
@@ -35,6 +36,7 @@ class SequenceState:
     hashes: list[bytes] = field(default_factory=list)
     oldest: int = 0
     dropped: int = 0
+    begin: int = 0
     full: tuple[int, int, int] = (0, 0, 0)
     room: tuple[int, int] = (0, 0)
 
@@ -116,7 +118,7 @@ class SequenceTable:
         known = source.hashes[: source.length // self.layout.unit_tokens]
         table = BlockTable(source.table.ids)
         self._states[new] = SequenceState(
-            source.length, table, known, source.oldest, source.dropped
+            source.length, table, known, source.oldest, source.dropped, source.begin
         )
 
     def free(self, seq: Hashable) -> None:
@@ -263,15 +265,13 @@ class SequenceTable:
         blocks = trial.pick(self.layout.blocks(length) - dropped)
         table = BlockTable(range(dropped))  # any ids: nobody reads them
         table.extend(blocks)
-        return SequenceState(length, table, list(hashes), oldest, dropped)
+        return SequenceState(length, table, list(hashes), oldest, dropped, oldest)
 
     def settle(self, seq: Hashable, state: SequenceState) -> None:
         """Make an expected sequence count, once its blocks are taken and written."""
         self._states[seq] = state
         if state.hashes:
-            # a unit that begins before the oldest token has not come whole
-            unit = self.layout.unit_tokens
-            self._register_units(state, -(-state.oldest // unit) * unit)
+            self._register_units(state, 0)
 
     def hash_units(self, tokens: Sequence[int]) -> list[bytes]:
         """Hash of each whole unit of ``tokens``, chained to those before it."""
@@ -283,8 +283,9 @@ class SequenceTable:
     def _register_units(self, state: SequenceState, before: int) -> None:
         tokens, blocks = self.layout.unit_tokens, self.layout.unit_blocks
         done = min(state.length // tokens, len(state.hashes))
-        # a unit of several blocks may have lost its first ones
-        for unit in range(max(before // tokens, -(-state.dropped // blocks)), done):
+        # a unit of several blocks may have lost its first ones, and one may have come in part
+        whole = max(-(-state.dropped // blocks), -(-state.begin // tokens))
+        for unit in range(max(before // tokens, whole), done):
             ids = state.table.ids[unit * blocks : (unit + 1) * blocks]
             self.pool.register(state.hashes[unit], ids)
 

@@ -88,6 +88,24 @@ def test_a_unit_that_came_in_part_is_not_findable() -> None:
     assert [cache.pool.lookup([unit]) != [] for unit in hashes] == [False, False, True, True]
 
 
+@pytest.mark.parametrize("forked", [False, True])
+@pytest.mark.parametrize("oldest", [1, 4, 5, 6])
+def test_a_unit_that_came_in_part_is_not_findable_later(oldest: int, forked: bool) -> None:
+    """Its end is computed here, and its begin never was here."""
+    case = Case(Side((1, 4, 4)), Side((2, 2, 2)), 6, oldest)
+    for rank, cache in enumerate(imported(case, exported(case, PROMPT[:16]), tokens=PROMPT[:16])):
+        if forked:
+            cache.fork("a", "f")
+            cache.free("a")
+            # a fork announces nothing: as if it did
+            cache._sequences.get("f").hashes = cache._sequences.hash_units(PROMPT[:16])
+        fill(cache, case.target, rank, "f" if forked else "a", 10, SALT)
+        hashes = cache._sequences.hash_units(PROMPT[:16])
+        found = [cache.pool.lookup([unit]) != [] for unit in hashes]
+        assert found == [False, oldest <= 4, True, True]
+        assert cache.add("c", [*PROMPT[:16], 1]) == 0
+
+
 def test_the_rest_of_a_prompt_is_still_announced() -> None:
     case = Case(Side((1, 4, 4)), Side((2, 2, 2)), 6, 0)
     for rank, cache in enumerate(imported(case, exported(case, PROMPT[:12]))):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transfer_cases import SALT, Case, Side, check, fill, group
+import transfer_cases
+from transfer_cases import SALT, Case, Side, check, exported, fill, group
 
 from cplayers import CPMesh, Topology
 from cplayers.cache import GQASpec, InterleavedLayout, MLASpec, PagedKVCache, load_shard, save_shard
@@ -87,3 +88,19 @@ def test_sequences_that_share_blocks_are_apart_after_the_journey() -> None:
     check(cache, case.target, 0, "c", 0, SALT)
     cache.truncate("b", 13)
     check(cache, case.target, 0, "b", 0, SALT)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_what_is_found_is_whole(seed: int) -> None:
+    """Of a prompt that came in part, by its window or its length, and went on here."""
+    case = transfer_cases.draw(seed, most_tokens=60)
+    case = case._replace(oldest=min(case.length, seed % 3))
+    prompt = list(range(case.length + 11))
+    shards = exported(case, prompt)
+    for rank, cache in enumerate(group(case.target)):
+        first_head = case.target.place(rank)[1]
+        cache.import_blocks("a", shards, first_head=first_head, tokens=prompt)
+        fill(cache, case.target, rank, "a", 11, SALT)
+        found = len(prompt) // cache.layout.unit_tokens * cache.layout.unit_tokens
+        assert cache.add("b", [*prompt, 1]) == (0 if case.oldest else found)
+        check(cache, case.target, rank, "b", 0, SALT)
