@@ -1,6 +1,7 @@
 """One trace of requests on four replicas: fixed degrees beside dynamic context parallelism.
 
-    python benchmarks/dynamic_cp.py                      # all runs, a few minutes on two cores
+    python benchmarks/dynamic_cp.py                      # all runs, five minutes on two cores
+    python benchmarks/dynamic_cp.py --seconds 0          # all requests at once: most throughput
     python benchmarks/dynamic_cp.py --runs dynamic --out /tmp/dynamic
 
 60 requests of 8 to 6,000 prompt tokens arrive over time. The ranks are processes of this machine
@@ -18,6 +19,7 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -42,19 +44,16 @@ SHORT = 512
 CHUNK = 512
 """Prompt tokens that the reference computes at a time."""
 
-BASE = ServingConfig(num_blocks=176, chunk_tokens=128, steps={1: 8, 2: 3, 4: 1})
-"""2,816 tokens of KV on each rank: the longest requests fit four replicas only."""
-CP1 = replace(BASE, sizes=(1,))
-COMMON = "without what cp=1 refuses"
+BASE = ServingConfig(num_blocks=176, chunk_tokens=128, steps={1: 8, 2: 3, 4: 1}, share=0.1)
+"""2,816 tokens of KV on each rank: the longest requests fit two or four replicas only."""
 RUNS = {
-    "cp=1": CP1,
+    "cp=1": replace(BASE, sizes=(1,)),
     "cp=4": replace(BASE, sizes=(4,)),
     "dynamic": BASE,
     "dynamic, crossovers": replace(BASE, crossovers={2: 300, 4: 2400}),
-    f"cp=1, {COMMON}": CP1,
-    f"dynamic, {COMMON}": BASE,
 }
-"""The last two serve the same requests, so that what differs is the cost of having a choice."""
+FIXED = ("cp=1", "cp=4")
+DTYPES = ("float32", "float64")
 
 
 def requests(seconds: float, seed: int = 0) -> list[Request]:
@@ -81,8 +80,8 @@ def fits_one(request: Request) -> bool:
 class Alone:
     """The plain decoder with keys and values kept, for one request: the reference."""
 
-    def __init__(self) -> None:
-        self.decoder = Decoder(seed=0).double()
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.decoder, self.dtype = Decoder(seed=0).to(dtype), dtype
 
     @torch.no_grad()
     def run(self, request: Request) -> list[int]:
@@ -106,7 +105,7 @@ class Alone:
 
     def _attend(self, layer, x: Tensor, start: int, kept: list[Tensor]) -> Tensor:
         positions = torch.arange(start, start + len(x))
-        cos, sin = (t.double() for t in rotary(positions))
+        cos, sin = (t.to(self.dtype) for t in rotary(positions))
         q, k, v = (
             p(x).unflatten(-1, (-1, custom_stack.HEAD_DIM))
             for p in (layer.q_proj, layer.k_proj, layer.v_proj)
@@ -119,12 +118,12 @@ class Alone:
         return layer.o_proj(out.transpose(0, 1).flatten(1))
 
 
-def served() -> ServedModel:
+def served(dtype: torch.dtype) -> ServedModel:
     """The decoder of one replica."""
-    decoder = spread(Decoder(seed=0), CPMesh(Topology())).double()
+    decoder = spread(Decoder(seed=0), CPMesh(Topology())).to(dtype)
 
     def step(tokens, plan, cache, mesh) -> Tensor:
-        cos, sin = (t.double() for t in rotary(plan.positions))
+        cos, sin = (t.to(dtype) for t in rotary(plan.positions))
         hidden = decoder(take_rows(tokens, plan), (cos, sin), cache, plan)
         return decoder.head(gather_rows(hidden, plan, mesh, plan.last))
 
@@ -144,9 +143,9 @@ class Outcome:
     groups: list[int]
 
 
-def serve(config: ServingConfig, given: list[Request]):
+def serve(config: ServingConfig, given: list[Request], dtype: torch.dtype):
     """One run on this rank."""
-    server = Server(served(), config, num_replicas=REPLICAS)
+    server = Server(served(dtype), config, num_replicas=REPLICAS)
     began = time.monotonic()
     done = server.run(given)
     seconds = time.monotonic() - began
@@ -186,20 +185,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", nargs="*", default=list(RUNS), choices=list(RUNS))
     parser.add_argument("--seconds", type=float, default=20.0, help="over which requests arrive")
-    parser.add_argument("--rounds", type=int, default=1, help="of all runs; figures are medians")
+    parser.add_argument("--rounds", type=int, default=3, help="of all runs; figures are medians")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0])
     parser.add_argument("--out", type=Path, default=Path("outputs/dynamic_cp"))
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     given = requests(options.seconds)
-    alone = Alone()
+    dtype: torch.dtype = getattr(torch, options.dtype)
+    alone = Alone(dtype)
     expected = {request.name: alone.run(request) for request in given}
     runs: dict[str, list] = {name: [] for name in options.runs}
     with RankPool(REPLICAS, timeout=1800) as pool:
         for _ in range(options.rounds):
             for name in options.runs:
-                some = given if COMMON not in name else [r for r in given if fits_one(r)]
-                results = pool.run(serve, RUNS[name], some)
+                results = pool.run(serve, RUNS[name], given, dtype)
                 outcomes, trace, seconds, kv_bytes = results[0]
                 assert all(r[1] == trace for r in results), "the ranks decided alike"
                 for outcome in outcomes:
@@ -238,22 +238,47 @@ def report(runs: dict[str, list], out: Path) -> None:
         stem = name.replace("=", "").replace(", ", "-").replace(" ", "-")
         write_trace(out / f"{stem}.jsonl", trace)
         trace_png(trace, out / f"{stem}.png")
-    (out / "results.json").write_text(json.dumps(facts, indent=1))
-    print(f"{'run':36} {'class':16}   n  TTFT s  p95 s  TPOT ms  latency s  tokens/s")
+    lines = beside(facts, classes)
+    (out / "results.json").write_text(json.dumps({**facts, "beside": lines}, indent=1))
+    print(f"{'run':20} {'class':16}   n  TTFT s  p95 s  TPOT ms  latency s  tokens/s")
     for name, fact in facts.items():
         for kind in classes:
             if kind in fact:
                 s = fact[kind]
                 print(
-                    f"{name:36} {kind:16} {s['requests']:3.0f}  {s['first_token_mean_s']:6.2f} "
+                    f"{name:20} {kind:16} {s['requests']:3.0f}  {s['first_token_mean_s']:6.2f} "
                     f"{s['first_token_p95_s']:6.2f}  {s['per_token_mean_ms']:7.1f}  "
                     f"{s['latency_mean_s']:9.2f}  {s['new_tokens_per_s']:8.1f}"
                 )
         print(
-            f"{name:36} refused for memory {fact['refused']}, migrations {fact['migrations']}, "
+            f"{name:20} refused for memory {fact['refused']}, migrations {fact['migrations']}, "
             f"most blocks on a rank {fact['most_blocks']} of {fact['config']['num_blocks']}, "
             f"{statistics.median(fact['seconds']):.1f} s"
         )
+    for line in lines:
+        verdict = "within" if line["within"] else "NOT within"
+        print(
+            f"dynamic over {line['best']}, the best fixed choice, {line['class']}, "
+            f"{line['measure']}: {line['ratio']:.3f}, {verdict} 5 %"
+        )
+
+
+def beside(facts: dict[str, dict], classes: Iterable[str]) -> list[dict]:
+    """Dynamic over the fixed choice that is best at each measure of each class."""
+    lines = []
+    for kind in classes:
+        for measure in ("latency_mean_s", "new_tokens_per_s"):
+            fixed = {name: facts[name][kind][measure] for name in FIXED if kind in facts[name]}
+            if not fixed or kind not in facts.get("dynamic", ()):
+                continue
+            more_is_better = measure == "new_tokens_per_s"
+            best = (max if more_is_better else min)(fixed, key=fixed.__getitem__)
+            ratio = facts["dynamic"][kind][measure] / fixed[best]
+            within = ratio >= 0.95 if more_is_better else ratio <= 1.05
+            lines.append(
+                {"class": kind, "measure": measure, "best": best, "ratio": ratio, "within": within}
+            )
+    return lines
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from cplayers.errors import CacheFullError
 from cplayers.mesh import CPMesh, Topology
 from cplayers.ops import apply_rope
 
-VOCAB, WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 64, 48, 3, 4, 2, 12
+VOCAB, WIDTH, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 64, 48, 3, 4, 2, 16
 BLOCK_SIZE, INTERLEAVE_SIZE, CACHE_TOKENS = 4, 2, 96
 
 

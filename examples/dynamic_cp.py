@@ -61,7 +61,7 @@ plain = [
 model = parallelize(model, CPMesh(Topology(dp=replicas)))  # one rank is a replica
 sizes = tuple(size for size in (1, 2, 4) if size <= replicas)
 config = ServingConfig(
-    num_blocks=30 if replicas > 1 else 60,  # of 4 tokens: the KV budget of a rank
+    num_blocks=60,  # of 4 tokens: the KV budget of a rank
     block_size=4,
     interleave_size=4,
     sizes=sizes,

@@ -27,6 +27,9 @@ class Round:
         lend: Blocks that each group may take.
         stalled: Requests that make no step, because blocks are short.
         freed: Blocks that each group has from requests that it evicts.
+        resting: Groups that make no step.
+        extra: Steps that a group may go on decoding for while others are busy.
+        lasts: Seconds that the round should last.
     """
 
     admit: list[tuple[str, Replicas]] = field(default_factory=list)
@@ -35,6 +38,9 @@ class Round:
     lend: dict[Replicas, list[int]] = field(default_factory=dict)
     stalled: set[str] = field(default_factory=set)
     freed: dict[Replicas, int] = field(default_factory=dict)
+    resting: set[Replicas] = field(default_factory=set)
+    extra: dict[Replicas, int] = field(default_factory=dict)
+    lasts: float = 0.0
 
 
 class Book:
@@ -125,6 +131,11 @@ class Book:
     def running(self, group: Replicas) -> list[Progress]:
         """Requests that ``group`` holds, by arrival."""
         return [p for p in self.placed if p.group == group]
+
+    @property
+    def busy(self) -> set[Replicas]:
+        """Groups that hold requests."""
+        return {p.group for p in self.unfinished.values() if p.group is not None}
 
     def promised(self, progress: Progress, group: Replicas) -> int:
         """Blocks beyond those that it has for which room is promised to a request of ``group``."""

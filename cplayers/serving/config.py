@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 
 from cplayers.errors import ConfigError
 
-OF_SIZES = ("sizes", "crossovers", "steps")
+NOT_INTS = ("sizes", "crossovers", "steps", "share")
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,18 @@ class ServingConfig:
         steps: Size of a group -> its steps between two agreed points: how the groups share the
             time of a replica. A number is that of one replica; a group of n makes
             ``max(1, steps // n)``. A size that is not named makes as many as the next smaller one.
+        share: Part of the time of its replicas that a larger group may take from smaller groups
+            that have work there; above 0, and 1 is never to rest. See `cplayers.serving.shares`.
+        stretch: A group of one rank goes on decoding while larger ones are busy, for up to this
+            many times its steps.
         headroom: Tokens that a request may grow by for which room is promised in advance.
         patience: Agreed points for which a request is overtaken by others; then room is kept
             for it.
         max_running: Requests of a group that run at a time.
 
     Raises:
-        ConfigError: On a number below 1, sizes that do not ascend, or crossovers that fall.
+        ConfigError: On a number below 1, a share outside 0..1, sizes that do not ascend, or
+            crossovers that fall.
     """
 
     num_blocks: int
@@ -42,6 +47,8 @@ class ServingConfig:
     crossovers: Mapping[int, int | None] = field(default_factory=dict)
     chunk_tokens: int = 256
     steps: int | Mapping[int, int] = 4
+    share: float = 0.25
+    stretch: int = 4
     headroom: int = 64
     patience: int = 50
     max_running: int = 64
@@ -49,10 +56,16 @@ class ServingConfig:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.name not in OF_SIZES and (type(value) is not int or value < 1):
+            if each.name not in NOT_INTS and (type(value) is not int or value < 1):
                 raise ConfigError(
                     f"{each.name}={value!r}", "an int of at least 1", f"pass {each.name} >= 1"
                 )
+        if not 0 < self.share <= 1:
+            raise ConfigError(
+                f"share={self.share!r}",
+                "a larger group's part of the time, above 0 and at most 1",
+                "e.g. 0.25",
+            )
         sizes = list(self.sizes)
         if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1:
             raise ConfigError(

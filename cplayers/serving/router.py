@@ -65,12 +65,23 @@ class Router:
         large = [size for size in fit if size >= preferred]
         return large[0] if large else (fit or self.sizes)[-1]
 
-    def growth(self, progress: Progress, size: int) -> int:
-        """Most tokens that the request adds to the cache of such a group until the next point."""
+    def extra(self, group: Replicas) -> int:
+        """Steps beyond the usual ones that ``group`` may make until the next point."""
+        alone = len(self.fleet.ranks(group)) == 1
+        return self.config.steps_of(1) * (self.config.stretch - 1) if alone else 0
+
+    def growth(self, progress: Progress, size: int, extra: int = 0) -> int:
+        """Most tokens that the request adds to the cache of such a group until the next point.
+
+        Args:
+            progress: The request.
+            size: Replicas of the group.
+            extra: Steps that decode only, after the others.
+        """
         steps, chunk = self.config.steps_of(size), self.config.chunk_of(size)
         left = progress.length - progress.cached
         most = progress.request.most_cached - progress.cached
-        return min(left - 1 + steps, chunk * steps, most)
+        return min(min(left - 1 + steps, chunk * steps) + extra, most)
 
     def loads(self, placed: Iterable[Progress]) -> dict[int, int]:
         """Steps that each replica still has to make, as far as can be known."""
@@ -86,13 +97,15 @@ class Router:
     def candidates(self, size: int, loads: dict[int, int], near: Replicas = ()) -> list[Replicas]:
         """Groups of ``size`` replicas: those around ``near`` first, then the least busy.
 
+        Among equals the smallest size begins at the first replica and larger ones at the last, so
+        that they meet as late as they can.
+
         Args:
             size: Their size.
             loads: Of each replica.
             near: Replicas that hold the request now; what stays on them is not sent.
         """
-        groups = [group for group in self.fleet.groups if len(group) == size]
-        return sorted(
-            groups,
-            key=lambda g: (not set(near) <= set(g), max(loads[r] for r in g), g),
-        )
+        groups = sorted(group for group in self.fleet.groups if len(group) == size)
+        if size > self.sizes[0]:
+            groups.reverse()
+        return sorted(groups, key=lambda g: (not set(near) <= set(g), max(loads[r] for r in g)))

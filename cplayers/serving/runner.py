@@ -56,6 +56,10 @@ class Runner:
         model: The model.
         config: Settings.
         clock: Seconds after the start.
+
+    Attributes:
+        residents: The requests, by name.
+        spent: Seconds of the steps that it made at least since the last agreed point.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Runner:
         self.group, self.mesh, self.cache = group, mesh, cache
         self._model, self._config, self._clock = model, config, clock
         self.residents: dict[str, Resident] = {}
+        self.spent = 0.0
 
     def join(self, progress: Progress) -> None:
         """Take in a request; its cache entry exists if it was moved here.
@@ -87,20 +92,30 @@ class Runner:
         del self.residents[name]
         self.cache.free(name)
 
-    def run(self, stalled: Collection[str]) -> None:
+    def run(self, stalled: Collection[str], extra: int = 0, until: float = 0.0) -> None:
         """Make the steps until the next agreed point, or fewer if there is nothing left to do.
 
         Args:
             stalled: Requests that make no step.
+            extra: Steps that may follow, which decode only. Above 0 on groups of one rank only:
+                others would have to agree on the time.
+            until: The time at which no further one of those begins, in seconds after the start.
         """
+        began = self._clock()
         for _ in range(self._config.steps_of(len(self.group))):
             batch = self._batch(stalled)
             if not batch:
+                break
+            self._step(batch)
+        self.spent += self._clock() - began
+        for _ in range(extra):
+            batch = self._batch(stalled, prompts=False)
+            if not batch or self._clock() >= until:
                 return
             self._step(batch)
 
-    def _batch(self, stalled: Collection[str]) -> list[tuple[Resident, int]]:
-        """The requests of a step with their new tokens.
+    def _batch(self, stalled: Collection[str], prompts: bool = True) -> list[tuple[Resident, int]]:
+        """The requests of a step with their new tokens; without ``prompts``, those that decode.
 
         All that decode, one token each. Of what a step computes of prompts, the request that has
         been here longest gets up to a half, and the shortest rests come first with what is left:
@@ -112,14 +127,14 @@ class Runner:
             if name not in stalled and not each.request.is_over(each.new)
         ]
         batch = [(each, 1) for each, left in steps if left == 1]
-        prompts = [(each, left) for each, left in steps if left > 1]
+        rests = [(each, left) for each, left in steps if prompts and left > 1]
         budget = self._config.chunk_of(len(self.group))
-        first = min(prompts[0][1], -(-budget // 2)) if prompts else 0
+        first = min(rests[0][1], -(-budget // 2)) if rests else 0
         budget -= first
-        for each, left in sorted(prompts, key=lambda pair: pair[1]):
-            count = first if each is prompts[0][0] else 0
+        for each, left in sorted(rests, key=lambda pair: pair[1]):
+            count = first if each is rests[0][0] else 0
             count += min(left - count, budget)
-            budget -= count if each is not prompts[0][0] else count - first
+            budget -= count if each is not rests[0][0] else count - first
             if count:
                 batch.append((each, count))
         return batch
@@ -155,6 +170,7 @@ class Runner:
 
     def reported(self) -> None:
         """All ranks know of what there is now; requests that are over leave."""
+        self.spent = 0.0
         for name, each in list(self.residents.items()):
             each.times, each.unknown = [], 0
             if each.request.is_over(each.new):

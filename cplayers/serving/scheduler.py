@@ -4,6 +4,7 @@ All ranks feed it the same numbers, so that all copies of it take the same decis
 
     grow      requests that outgrew their group move to a larger one, while they decode
     admit     requests that wait go to the smallest group that suits them and has room
+    rest      larger groups make no step where smaller ones have work and they had their share
     lend      every group gets the blocks that it may take until the next point
 
 Where blocks are short, the request that arrived last gives way first: it moves to another group
@@ -22,6 +23,7 @@ from cplayers.serving.fleet import Fleet
 from cplayers.serving.lending import lend
 from cplayers.serving.requests import Progress, Replicas
 from cplayers.serving.room import Room
+from cplayers.serving.shares import Shares
 
 
 class Scheduler(Book):
@@ -37,14 +39,17 @@ class Scheduler(Book):
         super().__init__(config, fleet, dcp_per_replica)
         self._admissions = 0
         self._kept: list[Replicas] = []  # groups in which room is kept for a request
+        self._shares = Shares(config.share)
 
-    def decide(self, now: float, used: Mapping[int, int]) -> Round:
+    def decide(self, now: float, used: Mapping[int, int], spent: Mapping[Replicas, float]) -> Round:
         """The next round.
 
         Args:
             now: Seconds after the start, as agreed.
             used: Of each replica, the mask of its used blocks.
+            spent: Of each group that made steps in the last round, the seconds that they took.
         """
+        self._shares.account(spent, now)
         self.now = now
         self.points += 1
         room, result = Room(self.config.num_blocks, used), Round()
@@ -53,7 +58,9 @@ class Scheduler(Book):
             room.promise(progress.group, self.promised(progress, progress.group))
         self._grow(room, result)
         self._admit(room, result)
+        result.resting = self._shares.resting(self.busy)
         lend(self, room, result)
+        result.lasts = self._shares.lasts(self.busy - result.resting)
         return result
 
     def _grow(self, room: Room, result: Round) -> None:

@@ -158,11 +158,12 @@ class Server:
 
     def _report(self) -> bytes:
         """What this rank has to say; of each group, its first rank speaks."""
-        used, progress = 0, dict[str, Any]()
+        used, progress, spent = 0, dict[str, Any](), list[Any]()
         for runner in self.runners.values():
             used |= runner.cache.pool.used_mask
             if self.fleet.ranks(runner.group)[0] == self.rank:
                 progress |= runner.report()
+                spent += [[runner.group, runner.spent]] if runner.spent else []
         for entry in self.scheduler.decisions[self._digested :]:
             self._digest = zlib.crc32(json.dumps(entry).encode(), self._digest)
         self._digested = len(self.scheduler.decisions)
@@ -170,6 +171,7 @@ class Server:
             "now": self.clock(),
             "used": hex(used),
             "progress": progress,
+            "spent": spent,
             "digest": self._digest,
         }
         return json.dumps(said).encode()
@@ -194,7 +196,8 @@ class Server:
         if not self._usage or self._usage[-1]["used"] != counts:
             entry = {"point": self.scheduler.points, "time": round(now, 4), "event": "usage"}
             self._usage.append({**entry, "replicas": list(used), "used": counts})
-        return self.scheduler.decide(now, used)
+        spent = {tuple(group): took for report in reports for group, took in report["spent"]}
+        return self.scheduler.decide(now, used, spent)
 
     def _execute(self, result: Round) -> None:
         for group, runner in self.runners.items():
@@ -206,8 +209,10 @@ class Server:
         for name, group in result.admit:
             if group in self.runners:
                 self.runners[group].join(self.scheduler.requests[name])
-        for runner in self.runners.values():  # the largest first, on every rank
-            runner.run(result.stalled)
+        until = self.clock() + result.lasts
+        for group, runner in self.runners.items():  # the largest first, on every rank
+            if group not in result.resting:
+                runner.run(result.stalled, result.extra.get(group, 0), until)
 
     def _hand_over(self, moves: Sequence[tuple[str, Replicas, Replicas]]) -> None:
         if not moves:

@@ -23,6 +23,8 @@ CONFIG = ServingConfig(
     chunk_tokens=8,
     steps=4,
     headroom=6,
+    share=1.0,
+    stretch=1,  # so that no clock decides who moves
 )
 FLOAT64 = 8
 LLAMA, DEEPSEEK = Tiny("llama", 8, 2), TinyMLA("deepseek_v3", 8, 1)

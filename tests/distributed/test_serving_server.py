@@ -10,7 +10,7 @@ from serving_cases import CONFIG, alone, requests, serve
 
 @pytest.fixture(scope="module")
 def given() -> list:
-    return requests(3, seconds=0.0)  # all at once: no decision depends on the time
+    return requests(3, seconds=0.0)  # all at once
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def expected(given) -> list[list[int]]:
 
 
 def test_every_request_gets_the_tokens_of_a_run_alone(ranks, given, expected) -> None:
-    config = replace(CONFIG, num_blocks=40)
+    config = replace(CONFIG, num_blocks=40, share=1.0, stretch=1)  # so that no clock decides
     results = ranks(4).run(serve, config, given, 4, n=4)
     done, trace = results[0]
     for other, log in results[1:]:

@@ -32,6 +32,9 @@ from cplayers.serving.router import Router
         ({"steps": 1.5}, r"steps=1\.5"),
         ({"steps": {2: 4}}, "the smallest size has some"),
         ({"steps": {1: 4, 2: 0}}, "steps of a group"),
+        ({"share": 0.0}, "share=0.0: a larger group's part"),
+        ({"share": 1.5}, "above 0 and at most 1"),
+        ({"stretch": 0}, "stretch=0: an int of at least 1"),
         ({"sizes": ()}, "sizes of groups ascend"),
         ({"sizes": (2, 1)}, "sizes of groups ascend"),
         ({"crossovers": {2: 100, 4: 50}}, "larger groups begin at longer ones"),
@@ -49,6 +52,24 @@ def test_a_crossover_is_the_first_length_that_prefers_a_size() -> None:
     never = ServingConfig(num_blocks=8, crossovers={2: None, 4: 1000})
     assert [never.preferred(n) for n in (999, 1000)] == [1, 4]
     assert ServingConfig(num_blocks=8, sizes=(2, 4)).preferred(1) == 2
+
+
+def test_large_groups_begin_where_small_ones_end() -> None:
+    router = Router(ServingConfig(num_blocks=8), Fleet(4, 1, (1, 2, 4)))
+    free = dict.fromkeys(range(4), 0)
+    assert router.candidates(1, free) == [(0,), (1,), (2,), (3,)]
+    assert router.candidates(2, free) == [(2, 3), (0, 1)]
+    assert router.candidates(2, {**free, 3: 1}) == [(0, 1), (2, 3)], "the least busy first"
+    assert router.candidates(2, {**free, 0: 1}, near=(0,)) == [(0, 1), (2, 3)]
+
+
+def test_only_a_group_of_one_rank_goes_on_by_its_own_clock() -> None:
+    config = ServingConfig(num_blocks=8, steps=5, stretch=3)
+    assert [Router(config, Fleet(4, 1, (1, 2))).extra(g) for g in ((0,), (0, 1))] == [10, 0]
+    assert Router(config, Fleet(4, 2, (1, 2))).extra((0,)) == 0
+    router = Router(config, Fleet(4, 1, (1, 2)))
+    assert router.growth(progress_of(100, 40, cached=99), 1, 10) == 15
+    assert router.growth(progress_of(100, 8, cached=99), 1, 10) == 8, "its end comes first"
 
 
 def test_steps_by_size() -> None:
