@@ -127,11 +127,13 @@ def hand_over(mesh: CPMesh, axis: str, passages: Sequence[Passage]) -> list[int]
         refusals.append(error)
     _agree(mesh, axis, passages, refusals)
     came = [exchange(mesh, parts, sizes, axis) for parts, sizes in packed]
+    del packed  # what was sent, and below what came, is out of memory before caches are written
     try:
         _receive(here, routes, arrivals, *came)
     except Exception as error:
         refusals.append(error)
     _agree(mesh, axis, passages, refusals)
+    del came
     for landing in landings.values():
         landing.commit()
     return [route.nbytes for route in routes]
