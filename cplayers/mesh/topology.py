@@ -77,13 +77,14 @@ class Topology:
         """How many TP neighbours a DCP group spans (k); 1 when dcp is 1."""
         if self.dcp == 1:
             return 1
-        if self.dcp not in self.possible_dcp():
+        k, rest = divmod(self.dcp, self.pcp)
+        if rest or k == 0 or self.tp % k:
             raise ConfigError(
                 f"dcp={self.dcp} with tp={self.tp}, pcp={self.pcp}",
                 "dcp is 1, or pcp * k with k dividing tp",
                 f"use dcp from {self.possible_dcp()}",
             )
-        return self.dcp // self.pcp
+        return k
 
     @property
     def tpa(self) -> int:
