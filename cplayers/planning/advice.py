@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from cplayers.planning.plan import MOST_CARDS, Candidate, Choices, Load, candidates
+from cplayers.planning.plan import MOST_CARDS, Candidate, Choices, Load, any_fits, candidates
 from cplayers.planning.shape import ModelShape
 from cplayers.planning.speeds import Hardware
 
@@ -58,7 +58,7 @@ def advise(
     """
     choices = choices or Choices()
     found = candidates(shape, hardware, gpus, load, choices)
-    notes = _notes(shape, load, choices, found)
+    notes = _notes(shape, hardware, load, choices, found)
     fitting = [c for c in found if c.fits]
     if not fitting:
         reasons = _nothing_fits(shape, hardware, gpus, load, choices, found)
@@ -139,10 +139,10 @@ def _why_dp(best: Candidate, load: Load) -> str:
     if dp == 1:
         return ""
     cards = best.topology.world_size // dp
-    holds = f"{cards} card{'s' if cards > 1 else ''}"
+    size = f"{cards} card{'s' if cards > 1 else ''}"
     return (
-        f"Sequences are short and many: {best.budget.sequences} of {load.concurrency} fit on "
-        f"{holds}, and {dp} replicas do not talk to one another."
+        f"Requests share out: {dp} replicas of {size} take up to {best.budget.sequences} of the "
+        f"{load.concurrency:,} each, and do not talk to one another."
     )
 
 
@@ -172,7 +172,7 @@ def _nothing_fits(
         reasons.append(f"These cards hold {', or '.join(smaller)}.")
     more = 2 * gpus
     while more <= MOST_CARDS:
-        if any(c.fits for c in candidates(shape, hardware, more, load, choices)):
+        if any_fits(shape, hardware, more, load, choices):
             reasons.append(f"gpus={more} would do.")
             break
         more *= 2
@@ -180,9 +180,15 @@ def _nothing_fits(
 
 
 def _notes(
-    shape: ModelShape, load: Load, choices: Choices, found: Sequence[Candidate]
+    shape: ModelShape,
+    hardware: Hardware,
+    load: Load,
+    choices: Choices,
+    found: Sequence[Candidate],
 ) -> tuple[str, ...]:
     notes = []
+    if hardware.unconfirmed:
+        notes.append(f"Not confirmed for {hardware.name}: {hardware.unconfirmed}.")
     if shape.max_positions and load.context > shape.max_positions:
         notes.append(
             f"{shape.name} is made for {shape.max_positions:,} positions, and {load.context:,} are "
@@ -198,6 +204,11 @@ def _notes(
         notes.append(
             f"{shape.windowed_layers} of {shape.num_layers} layers see {shape.window} tokens; the "
             "cache keeps whole sequences in all layers."
+        )
+    if shape.windowed_layers == shape.num_layers:
+        notes.append(
+            f"All layers see {shape.window:,} tokens. Whole sequences are counted, though the "
+            "cache can give back blocks that are out of the window."
         )
     if any(c.replicate_q for c in found):
         name = "decode='replicate_q'" if shape.latent else "q_proj='tpa'"
@@ -234,7 +245,7 @@ def gb(count: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A time in s, ms or µs.
+    """A time in s, ms or us, as arguments are written.
 
     Args:
         value: Seconds.
@@ -242,4 +253,4 @@ def seconds(value: float) -> str:
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if value >= size:
             return f"{value / size:.3g} {unit}" if value < 1000 * size else f"{value:,.0f} {unit}"
-    return f"{value / 1e-6:.3g} µs"
+    return f"{value / 1e-6:.3g} us"

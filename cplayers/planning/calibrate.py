@@ -142,7 +142,9 @@ def check_file(path: Path) -> None:
             pass
     except OSError as error:
         raise ConfigError(
-            f"calibrations in {path}", f"it can be written ({error.strerror})", "name another file"
+            f"calibrations in {path}",
+            f"it cannot be written ({error.strerror})",
+            "name another file",
         ) from None
     _read(path)
 
@@ -175,7 +177,9 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _other(path: Path) -> ConfigError:
     return ConfigError(
-        f"calibrations in {path}", "it is a JSON file of calibrations", "delete the file"
+        f"calibrations in {path}",
+        "they are kept in a JSON file of calibrations",
+        "name another file" if path.is_dir() else "name another file, or delete this one",
     )
 
 

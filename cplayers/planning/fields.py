@@ -113,6 +113,12 @@ class Fields:
 
     def _int(self, key: str, default: int | None, least: int, most: int) -> int:
         value = self.config.get(key, default)
+        if value is None:
+            raise ConfigError(
+                f"model={self.name} without {key}",
+                f"{key} is one of the sizes that are counted, an int of at least {least}",
+                f"add {key}: some configs leave out what the class of their model has as a default",
+            )
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise self.error(key, f"{key} is an int of at least {least}")
         if value > most:

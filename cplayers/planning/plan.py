@@ -208,6 +208,24 @@ def candidates(
     )
 
 
+def any_fits(
+    shape: ModelShape, hardware: Hardware, gpus: int, load: Load, choices: Choices
+) -> bool:
+    """Whether the load fits on some layout of so many cards; no times are predicted.
+
+    Args:
+        shape: The model.
+        hardware: The cards.
+        gpus: How many.
+        load: What is asked of them.
+        choices: How the model runs.
+    """
+    return any(
+        _budget(shape, hardware, topology, replicate_q, load, choices).fits
+        for topology, replicate_q in layouts(shape, gpus)
+    )
+
+
 def layouts(shape: ModelShape, gpus: int) -> Iterator[tuple[Topology, bool]]:
     """Every valid layout of so many cards, with and without replicated queries where that matters.
 
@@ -242,8 +260,31 @@ def _evaluate(
     load: Load,
     choices: Choices,
 ) -> Candidate:
-    precision = choices.precision or shape.precision
-    budget = budget_of(
+    budget = _budget(shape, hardware, topology, replicate_q, load, choices)
+    model = TimeModel(
+        shape,
+        topology,
+        hardware.speeds(topology, choices.assumed),
+        cache=choices.cache,
+        dtype=choices.dtype,
+        precision=choices.precision,
+        replicate_q=replicate_q,
+        combine=choices.combine,
+    )
+    first = model.first_token(load.prompt, load.chunk)
+    token = model.decode_step(load.context, budget.sequences)
+    return Candidate(topology, replicate_q, budget, load, first, token)
+
+
+def _budget(
+    shape: ModelShape,
+    hardware: Hardware,
+    topology: Topology,
+    replicate_q: bool,
+    load: Load,
+    choices: Choices,
+) -> Budget:
+    return budget_of(
         shape,
         topology,
         capacity=int(choices.utilization * hardware.memory),
@@ -252,19 +293,6 @@ def _evaluate(
         chunk=load.chunk,
         cache=choices.cache,
         dtype=choices.dtype,
-        precision=precision,
+        precision=choices.precision or shape.precision,
         replicate_q=replicate_q,
     )
-    model = TimeModel(
-        shape,
-        topology,
-        hardware.speeds(topology, choices.assumed),
-        cache=choices.cache,
-        dtype=choices.dtype,
-        precision=precision,
-        replicate_q=replicate_q,
-        combine=choices.combine,
-    )
-    first = model.first_token(load.prompt, load.chunk)
-    token = model.decode_step(load.context, budget.sequences)
-    return Candidate(topology, replicate_q, budget, load, first, token)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cplayers.errors import ConfigError
+from cplayers.planning.defaults import PATTERNS, TIED, window_counts
 from cplayers.planning.fields import Fields, read_object
 
 MODELS = resources.files("cplayers.planning") / "models"
@@ -180,16 +181,22 @@ class ModelShape:
             value_dim=value_dim,
             intermediate_size=fields.count("intermediate_size"),
             vocab_size=fields.count("vocab_size"),
-            tied=fields.switch("tie_word_embeddings"),
+            tied=fields.switch("tie_word_embeddings", default=fields.text("model_type") in TIED),
             latent=latent,
             experts=_experts(fields, layers),
             window=window,
             windowed_layers=windowed,
             max_positions=fields.first("max_position_embeddings") or None,
-            precision=fields.inner("quantization_config").text("quant_method", "bf16"),
+            precision=_precision(fields),
             architecture=next(iter(fields.items("architectures", str)), ""),
             source=fields.text("_source", name),
         )
+
+
+def _precision(fields: Fields) -> str:
+    if "quantization_config" not in fields:
+        return "bf16"
+    return fields.inner("quantization_config").text("quant_method", "unnamed")  # which is refused
 
 
 def _latent(fields: Fields) -> Latent | None:
@@ -234,11 +241,15 @@ def _windows(fields: Fields, layers: int) -> tuple[int | None, int]:
     kinds = fields.items("layer_types", str)
     window = fields.first("sliding_window") or None
     if not kinds:
-        off = window is None or not fields.switch("use_sliding_window", default=True)
-        if off:
+        kind = fields.text("model_type")
+        on = fields.switch("use_sliding_window", default=window_counts(kind))
+        if window is None or not on:
             return None, 0
-        full = fields.first("sliding_window_pattern")  # each so many layers, one sees all tokens
-        return window, layers - (layers // full if full else 0)
+        full = fields.first("sliding_window_pattern") or PATTERNS.get(kind)
+        windowed = layers - layers // full if full else layers
+        if "max_window_layers" in fields:  # of Qwen: the first so many see all tokens
+            windowed = max(0, layers - fields.natural("max_window_layers"))
+        return (window, windowed) if windowed else (None, 0)
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown:
         raise ConfigError(

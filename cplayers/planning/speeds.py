@@ -24,8 +24,8 @@ from cplayers.planning.fields import read_object, shown
 
 PRESETS = resources.files("cplayers.planning") / "hardware.json"
 
-MOST = 1e30
-"""Of a figure of a card: what is reckoned with it stays finite."""
+LEAST, MOST = 1e6, 1e30
+"""Of a figure of a card: below them it is in GB or TFLOPS, above what is reckoned is not finite."""
 MOST_IN_NODE = 1 << 20
 
 
@@ -143,6 +143,8 @@ class Hardware:
         network_bandwidth: Bytes a second that a card sends to other nodes.
         title: In words.
         source: Addresses, with what is taken from each.
+        checked: Others that agree, with what was compared.
+        unconfirmed: Which figures others state differently, or an empty string.
     """
 
     name: str
@@ -154,6 +156,8 @@ class Hardware:
     network_bandwidth: float = 50e9
     title: str = ""
     source: Mapping[str, str] | None = None
+    checked: Mapping[str, str] | None = None
+    unconfirmed: str = ""
 
     @classmethod
     def load(cls, hardware: str) -> Hardware:
@@ -178,12 +182,12 @@ class Hardware:
             )
         needed = ("flops", "memory", "memory_bandwidth", "link_bandwidth")
         for name in (*needed, "network_bandwidth"):
-            value: Any = fields.get(name, None if name in needed else 1)
-            if not _is(value, int, float) or not 1 <= value <= MOST:
+            value: Any = fields.get(name, None if name in needed else LEAST)
+            if not _is(value, int, float) or not LEAST <= value <= MOST:
                 raise ConfigError(
                     f"hardware={hardware} with {name}={shown(value)}",
-                    f"{name} is a number above 0, from 1 to {MOST:.0e}",
-                    f"give it {', '.join(needed)}, in bytes and seconds",
+                    f"{name} is a number from {LEAST:.0e} to {MOST:.0e}",
+                    f"give it {', '.join(needed)}, in bytes and seconds, e.g. 80e9 for 80 GB",
                 )
         size = fields.get("node_size", 1)
         if not _is(size, int) or not 1 <= size <= MOST_IN_NODE:
@@ -192,7 +196,8 @@ class Hardware:
                 f"node_size is an int from 1 to {MOST_IN_NODE:,}",
                 "give it the number of cards that share fast links",
             )
-        for name, kind in (("name", str), ("title", str), ("source", dict)):
+        texts = {"name": str, "title": str, "unconfirmed": str, "source": dict, "checked": dict}
+        for name, kind in texts.items():
             value = fields.get(name, kind())
             if not isinstance(value, kind):
                 raise ConfigError(
