@@ -70,15 +70,14 @@ def parse(
             if not flag.value and equals:
                 raise ConfigError(word, f"--{name} takes no value", f"pass --{name} alone")
             if flag.value and not equals:
-                if not rest:
-                    raise ConfigError(
-                        f"--{name}", "it wants a value", f"pass --{name} {flag.value}"
-                    )
-                text = rest.pop(0)
+                text = rest.pop(0) if rest else ""
+            if flag.value and not text:
+                raise ConfigError(f"--{name}", "it wants a value", f"pass --{name} {flag.value}")
             value: Any = text if flag.value else True
         else:
             if name not in options:
-                raise _unknown(word if not equals else name, list(options))
+                known = [*options, *(f"--{flag}" for flag in flags if word.startswith("-"))]
+                raise _unknown(word if not equals else name, known)
             if not equals or not text:
                 raise ConfigError(word, "arguments are key=value", f"pass {name}=...")
             value = options[name].parse(name, text)
@@ -125,7 +124,9 @@ def _count(name: str, text: str, most: int) -> int:
     digits = digits.replace("_", "").replace(",", "")
     if not (digits.isascii() and digits.isdecimal() and digits.strip("0")):
         raise ConfigError(
-            _given(name, text), f"{name} is a whole number of at least 1", f"write {name}=8 or 128K"
+            _given(name, text),
+            f"{name} is a whole number of at least 1, or one with K, M or G",
+            f"write {name}=8 or 128K",
         )
     # long ones are not read: Python refuses those of thousands of digits
     if len(digits.lstrip("0")) > len(str(most)) or int(digits.lstrip("0")) * unit > most:

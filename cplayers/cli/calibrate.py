@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cplayers.cli.arguments import Flag, Option, count, one_of, word
-from cplayers.cli.command import DEGREES, HELP, JSON, Command, need, show_json
+from cplayers.cli.command import DEGREES, HELP, JSON, MOST_RANKS, Command, need, show_json
 from cplayers.errors import ConfigError
 
 if TYPE_CHECKING:
     from cplayers.mesh import Topology
-    from cplayers.planning import Calibration, Crossovers
+    from cplayers.planning import Calibration, Crossovers, ModelShape
 
 STARTED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TEXT = """
@@ -38,12 +38,14 @@ def run(values: Mapping[str, Any]) -> int:
         values: Of the arguments.
     """
     from cplayers.mesh import Topology
+    from cplayers.planning import ModelShape
     from cplayers.planning.calibrate import check_file
 
     if not values["json"]:
         need("rich", "the tables of cplayers calibrate")
     topology = Topology(*(values[name] for name in ("tp", "dcp", "pcp", "dp")))
     _ = topology.dcp_tp  # refuses a dcp that tp and pcp do not allow
+    shape = ModelShape.load(values["model"])
     path = Path(values["file"]) if values["file"] else cache_path()
     check_file(path)
     call = (topology, values["device"], values["dtype"], path, values["refresh"])
@@ -57,12 +59,18 @@ def run(values: Mapping[str, Any]) -> int:
             "ranks that this command starts are on the CPU",
             f"torchrun --nproc-per-node {topology.world_size} -m cplayers.cli calibrate ...",
         )
+    elif topology.world_size > MOST_RANKS:
+        raise ConfigError(
+            f"{topology.world_size} ranks",
+            f"at most {MOST_RANKS} processes are started on this machine",
+            "use smaller degrees, or start the ranks with torchrun",
+        )
     else:
         from cplayers.testing import RankPool
 
         with RankPool(topology.world_size) as pool:
             found = pool.run(measure, *call)[0]
-    _report(found, topology, path, values)
+    _report(found, topology, path, shape, values)
     return 0
 
 
@@ -133,14 +141,20 @@ def _on_started_ranks(
     return found if os.environ.get("RANK", "0") == "0" else None
 
 
-def _report(found: Calibration, topology: Topology, path: Path, values: Mapping[str, Any]) -> None:
-    from cplayers.planning import ModelShape, crossovers
+def _report(
+    found: Calibration,
+    topology: Topology,
+    path: Path,
+    shape: ModelShape,
+    values: Mapping[str, Any],
+) -> None:
+    from cplayers.planning import crossovers
     from cplayers.planning.memory import DTYPES
 
     crossed = None
     if topology.dcp > 1:
         crossed = crossovers(
-            ModelShape.load(values["model"]),
+            shape,
             topology,
             found.speeds(),
             chunk=values["chunk"],
@@ -157,9 +171,9 @@ def _report(found: Calibration, topology: Topology, path: Path, values: Mapping[
 
 
 def _show(found: Calibration, path: Path) -> None:
+    from cplayers.cli.output import show
     from cplayers.planning.advice import gb, seconds
     from cplayers.planning.measure import COMBINES
-    from cplayers.viz.tables import show_table
 
     print(f"{found.key}\nMeasured {found.measured}, kept in {path}\n")
     rows = [
@@ -169,7 +183,7 @@ def _show(found: Calibration, path: Path) -> None:
     for name, link in found.links.items():
         what = f"combining by {name}" if name in COMBINES else f"{name} over {found.axis}"
         rows.append([what, seconds(link.latency_s), f"{gb(link.bandwidth)}/s"])
-    show_table("Measured on one rank", ["what", "latency", "rate"], rows, left=("what",))
+    show("Measured on one rank", ["what", "latency", "rate"], rows, left=("what",))
 
 
 def _show_crossovers(crossed: Crossovers, topology: Topology, model: str) -> None:

@@ -16,6 +16,8 @@ JSON = {"json": Flag("print JSON and nothing else")}
 PNG = {"png": Flag("write a picture as well", "PATH")}
 
 MOST_DEGREE, MOST_BLOCK = 1024, 1 << 20
+MOST_RANKS = 64
+"""Processes that a command starts on this machine."""
 DEGREES = {
     "tp": Option(up_to(MOST_DEGREE), 1, "tensor parallel degree"),
     "dcp": Option(
@@ -81,12 +83,18 @@ def picture(text: str) -> Path:
     path = Path(text)
     if path.suffix.lower() != ".png":
         raise ConfigError(
-            f"--png {text}", "pictures are PNG files", f"write {path.stem or 'x'}.png"
+            f"--png {text}", "pictures are PNG files", f"write {path.stem.strip('.') or 'plan'}.png"
         )
     if not os.path.isdir(path.parent):
-        raise ConfigError(f"--png {text}", "its folder exists", f"make {path.parent} first")
+        raise ConfigError(
+            f"--png {text}",
+            "a picture is put into a folder that exists",
+            f"make {path.parent} first",
+        )
     if os.path.isdir(path) or not os.access(path if os.path.exists(path) else path.parent, os.W_OK):
-        raise ConfigError(f"--png {text}", "it can be written", "name another file")
+        raise ConfigError(
+            f"--png {text}", "a picture is put where it can be written", "name another file"
+        )
     return path
 
 

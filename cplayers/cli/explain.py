@@ -93,7 +93,7 @@ def _axes() -> tuple[str, ...]:
 def _show_cache(
     cache: InterleavedLayout, tokens: int, found: list[Run], topology: Topology, *, all_rows: bool
 ) -> None:
-    from cplayers.viz.tables import show_table
+    from cplayers.cli.output import show
 
     shown = found
     if not all_rows and len(found) > SHOWN:
@@ -104,7 +104,7 @@ def _show_cache(
         for run in shown
     ]
     columns = ["tokens", "rank in its DCP group", "of the first group", "block", "slots"]
-    show_table(f"KV cache: {tokens:,} tokens on {cache.cp_size} ranks", columns, rows)
+    show(f"KV cache: {tokens:,} tokens on {cache.cp_size} ranks", columns, rows)
     if len(found) > len(shown):
         print(f"{len(found) - len(shown):,} rows in the middle are left out: --all shows them")
     counts = [cache.count_before(tokens, rank) for rank in range(cache.cp_size)]
@@ -117,7 +117,7 @@ def _show_cache(
 
 
 def _show_prompt(prompt: ZigzagLayout, found: list[Share]) -> None:
-    from cplayers.viz.tables import show_table
+    from cplayers.cli.output import show
 
     total = sum(share.work for share in found)
     rows = [
@@ -131,12 +131,12 @@ def _show_prompt(prompt: ZigzagLayout, found: list[Share]) -> None:
         for share in found
     ]
     columns = ["PCP rank", "early chunk", "late chunk", "tokens", "causal pairs", "share"]
-    show_table(f"Prompt: {prompt.length:,} tokens on {prompt.cp_size} ranks, zigzag", columns, rows)
+    show(f"Prompt: {prompt.length:,} tokens on {prompt.cp_size} ranks, zigzag", columns, rows)
     print()
 
 
 def _show_groups(topology: Topology) -> None:
-    from cplayers.viz.tables import show_table
+    from cplayers.cli.output import show
 
     rows = []
     for axis in _axes():
@@ -145,7 +145,7 @@ def _show_groups(topology: Topology) -> None:
         more = f" and {len(groups) - MOST_GROUPS} more" if len(groups) > MOST_GROUPS else ""
         rows.append([axis, topology.size(axis), names + more])
     title = f"Groups of {topology.world_size} ranks, (dp, pcp, tp) with tp fastest"
-    show_table(title, ["axis", "size", "groups"], rows, left=("axis", "groups"))
+    show(title, ["axis", "size", "groups"], rows, left=("axis", "groups"))
 
 
 def span(first: int, last: int) -> str:

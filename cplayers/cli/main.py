@@ -6,11 +6,17 @@ or a configuration that cannot work, or an unforeseen error; 130, interrupted.
 
 from __future__ import annotations
 
+import difflib
+import errno
 import importlib
+import io
 import os
 import sys
+import warnings
 from collections.abc import Sequence
+from typing import TextIO
 
+from cplayers import __version__
 from cplayers.cli.arguments import parse
 from cplayers.errors import ConfigError, CPLayersError
 
@@ -35,7 +41,8 @@ Examples:
   cplayers verify model=llama-3-70b tp=8 dcp=2 q_proj=tpa
   cplayers calibrate pcp=2 dcp=2
 
-Sizes may be written 128K or 1M, in powers of 1,024. cplayers COMMAND --help says more.
+Sizes may be written 128K or 1M, in powers of 1,024. cplayers COMMAND --help says more,
+and cplayers --version which one this is.
 
 Exit codes: 0 done; 1 a check failed, or nothing fits; 2 an argument or layout that cannot work.
 Errors are one line; with CPLAYERS_DEBUG=1 in the environment, unforeseen ones show a traceback.
@@ -52,43 +59,81 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words or words[0] in ("-h", "--help", "help"):
-        commands = "\n".join(f"  {name:10} {summary}" for name, summary in COMMANDS.items())
-        print(USAGE.format(commands=commands), end="")
-        return 0 if words else 2
-    name, *rest = words
+    name = " ".join(["cplayers", *words[:1]])
+    _prepare_streams()
     try:
-        return _run(name, rest)
+        code = _run(words)
+        sys.stdout.flush()  # what cannot be written shows here, not when Python ends
+        return code
     except CPLayersError as error:
-        print(f"cplayers {name}: {error}", file=sys.stderr)
-        return 2
+        return _refuse(f"{name}: {error}")
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # of a reader such as `head`, which has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _write_nowhere(sys.stdout)
         return 0
-    except Exception as error:
+    except OSError as error:
+        if os.environ.get(DEBUG):
+            raise
+        if error.errno == errno.ENOSPC:  # what is left in the buffer has no place either
+            _write_nowhere(sys.stdout)
+        what = error.strerror or str(error)
+        where = f"{error.filename}: " if error.filename else ""
+        return _refuse(
+            f"{name}: {where}{what}: the system refused it. Remedy: see that there is space, "
+            "memory and permission for what it reads and writes."
+        )
+    except Exception as error:  # every unforeseen one becomes a line, or a traceback on demand
         if os.environ.get(DEBUG):
             raise
         what = " ".join(f"{type(error).__name__}: {error}".split())
-        print(
-            f"cplayers {name}: {what[:LONGEST]}: nothing foresaw this. Remedy: set {DEBUG}=1 to "
-            "see where it is from, and report it.",
-            file=sys.stderr,
+        return _refuse(
+            f"{name}: {what[:LONGEST]}: nothing foresaw this. Remedy: set {DEBUG}=1 to "
+            "see where it is from, and report it."
         )
-        return 2
 
 
-def _run(name: str, words: list[str]) -> int:
+def _prepare_streams() -> None:
+    """Let no letter that a terminal lacks, and no stream that is closed, end a command."""
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    # of torch without numpy, which no command needs
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+
+
+def _write_nowhere(stream: TextIO) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def _refuse(message: str) -> int:
+    print(message, file=sys.stderr)
+    return 2
+
+
+def _run(words: Sequence[str]) -> int:
+    if not words or words[0] in ("-h", "--help") or list(words) == ["help"]:
+        commands = "\n".join(f"  {name:10} {summary}" for name, summary in COMMANDS.items())
+        print(USAGE.format(commands=commands), end="")
+        return 0 if words else 2
+    if words[0] == "--version":
+        print(f"cplayers {__version__}")
+        return 0
+    if words[0] == "help":
+        words = [*words[1:], "--help"]
+    name, *rest = words
     if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
         raise ConfigError(
             f"command {name!r}",
             f"commands are {', '.join(COMMANDS)}",
-            "run cplayers --help for examples",
+            f"write {close[0]}" if close else "run cplayers --help for examples",
         )
     command = importlib.import_module(f"cplayers.cli.{name}").COMMAND
-    if {"-h", "--help"} & set(words):
+    if {"-h", "--help"} & set(rest):
         print(command.help(name), end="")
         return 0
-    code: int = command.run(parse(words, command.options, command.flags))
+    code: int = command.run(parse(rest, command.options, command.flags))
     return code

@@ -113,7 +113,12 @@ def _data(
 ) -> dict[str, Any]:
     return {
         "model": {"name": shape.name, "source": shape.source},
-        "hardware": {"name": hardware.name, "source": dict(hardware.source or {})},
+        "hardware": {
+            "name": hardware.name,
+            "source": dict(hardware.source or {}),
+            "checked": dict(hardware.checked or {}),
+            "unconfirmed": hardware.unconfirmed,
+        },
         "gpus": values["gpus"],
         "load": {
             "context": load.context,
@@ -140,8 +145,8 @@ def _show(
     *,
     all_rows: bool,
 ) -> None:
+    from cplayers.cli.output import show
     from cplayers.planning.advice import describe, gb, seconds
-    from cplayers.viz.tables import show_table
 
     shown = list(found if all_rows else found[:SHOWN])
     rows = [
@@ -163,7 +168,7 @@ def _show(
         *("layout", "fits", "weights", "KV cache", "workspace*", "longest context*"),
         *("most requests*", "TTFT*", "TPOT*", "whole load*"),
     ]
-    show_table(
+    show(
         f"{title}. A card has {gb(choices.utilization * hardware.memory)} to use.",
         columns,
         rows,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cplayers.cli.arguments import Option, count, one_of, up_to, word
-from cplayers.cli.command import BLOCKS, DEGREES, HELP, JSON, Command, need, show_json
+from cplayers.cli.command import BLOCKS, DEGREES, HELP, JSON, MOST_RANKS, Command, need, show_json
 from cplayers.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ WRONG = 1
 TOLERANCE = 1e-5
 """Largest difference, as a part of the largest value. Everything is float64, but the logsumexp of
 partial results, which travels in float32."""
-MOST_RANKS = 64
 MOST_HEADS, MOST_TOKENS = 4096, 4096
 WINDOW = 8
 
@@ -144,7 +143,7 @@ def _trial(values: Mapping[str, Any]) -> Trial:
 
 
 def _show(trial: Trial, errors: Sequence[float], sent: Sequence[Sequence[int]]) -> None:
-    from cplayers.viz.tables import show_table
+    from cplayers.cli.output import show
 
     kv = "latent" if trial.num_kv_heads is None else f"{trial.num_kv_heads} KV"
     t = trial.topology
@@ -152,7 +151,7 @@ def _show(trial: Trial, errors: Sequence[float], sent: Sequence[Sequence[int]]) 
         [name, ", ".join(f"{seq}+{new}" for seq, new in requests), f"{error:.1e}", f"{max(s):,}"]
         for (name, requests), error, s in zip(trial.steps, errors, sent, strict=True)
     ]
-    show_table(
+    show(
         f"{trial.num_heads} heads ({kv}) with tp={t.tp}, dcp={t.dcp}, pcp={t.pcp}, dp={t.dp} on "
         f"{t.world_size} ranks, beside one process",
         ["step", "new tokens", "largest relative error", "most bytes sent by a rank"],

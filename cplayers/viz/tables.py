@@ -9,6 +9,14 @@ from rich.console import Console
 from rich.table import Table
 
 
+class _Console(Console):
+    """One that lets the caller know when whoever reads has left, and does not exit by itself."""
+
+    def on_broken_pipe(self) -> None:
+        """Called while a BrokenPipeError is handled."""
+        raise
+
+
 def show_table(
     title: str,
     columns: Sequence[str],
@@ -28,7 +36,7 @@ def show_table(
         dim: Rows to play down.
         left: Columns to align to the left; the others are numbers.
     """
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    console = _Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     console.print(title, style="bold", markup=False)  # as its title it would be cut to its width
     table = Table()
     for column in columns:

@@ -14,12 +14,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cplayers import ConfigError, InterleavedLayout, ZigzagLayout
+from cplayers import ConfigError, InterleavedLayout, ZigzagLayout, __version__
 from cplayers.cli import verify
 from cplayers.cli.arguments import count, duration, fraction, parse
 from cplayers.cli.command import show_json
 from cplayers.cli.main import COMMANDS, main
+from cplayers.cli.output import blocks, width
 from cplayers.cli.verify import largest_error
+from cplayers.planning.advice import seconds
 from cplayers.planning.calibrate import _known
 from cplayers.planning.placement import runs, shares
 
@@ -159,7 +161,10 @@ def test_every_token_is_explained_once_where_it_lives(
         ([*PLAN, "weights=int3"], "weights=int3: weights are counted in a known precision"),
         ([*PLAN, "combine=sum"], "combine='sum': partial outputs are combined in one of"),
         ([*PLAN, "kv=fp8"], "kv=fp8: kv is one of bf16, fp16, fp32"),
-        ([*PLAN, "--png", "no/where.png"], "--png no/where.png: its folder exists"),
+        (
+            [*PLAN, "--png", "no/where.png"],
+            "--png no/where.png: a picture is put into a folder that exists. Remedy: make no first",
+        ),
         (["explain", "tp=4", "dcp=3"], "dcp=3 with tp=4, pcp=1: dcp is 1, or pcp * k"),
         (["explain", "tokens=49", "--png", "x.png"], "tokens=49 in a picture: at most 48 cells"),
         (["verify", "tp=2"], "no model and no heads: a layout is right or wrong for a number"),
@@ -168,7 +173,7 @@ def test_every_token_is_explained_once_where_it_lives(
         (["verify", "heads=128", "tp=128"], "128 ranks: at most 64 processes"),
         (["verify", "heads=4", "q_proj=no"], "q_proj=no: q_proj is one of gather, tpa"),
         (["calibrate", "device=cuda"], "device=cuda without torchrun"),
-        (["calibrate", "file=/proc/x/y"], "calibrations in /proc/x/y: it can be written"),
+        (["calibrate", "file=/proc/x/y"], "calibrations in /proc/x/y: it cannot be written"),
         ([*PLAN, "latency=infs", "--json"], "latency=infs: latency is a time above 0"),
         ([*PLAN, "output=" + "9" * 5000], "9...: output is at most 1,099,511,627,776"),
         ([*PLAN[:3], "gpus=9999999999999", *PLAN[4:]], "gpus=9999999999999: gpus is at most"),
@@ -178,6 +183,16 @@ def test_every_token_is_explained_once_where_it_lives(
         (["verify", "heads=4", "seed=99999999999999999999"], "seed is at most"),
         (["explain", "tp=1024", "pcp=1024"], "1,048,576 ranks: groups of at most 16,384 ranks"),
         (["explain", "tokens=1G"], "tokens=1G: tokens is at most 4,194,304"),
+        (
+            ["explan", "tokens=1"],
+            "command 'explan': commands are plan, explain, verify, calibrate. ",
+        ),
+        ([*PLAN, "-json"], "-json: not an argument of this command. Remedy: write --json"),
+        ([*PLAN, "--png", ""], "--png: it wants a value. Remedy: pass --png PATH"),
+        ([*PLAN[:4], "context=1MB"], "context is a whole number of at least 1, or one with K, M"),
+        (["calibrate", "tp=1024"], "1024 ranks: at most 64 processes are started"),
+        (["calibrate", "tp=2", "model=gpt9"], "model=gpt9: a model is a preset"),
+        (["calibrate", "file=/tmp"], "calibrations in /tmp: they are kept in a JSON file"),
     ],
     ids=" ".join,
 )
@@ -190,6 +205,54 @@ def test_mistakes_are_one_line_with_the_remedy(
     assert message in errors and "Remedy: " in errors
     assert errors.startswith(f"cplayers {words[0]}: ") and errors.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_version_and_the_help_of_a_command(command: Any) -> None:
+    assert command("--version") == (0, f"cplayers {__version__}\n", "")
+    assert command("help", "plan") == command("plan", "--help")
+    assert command("explan")[2].endswith("Remedy: write explain.\n")
+
+
+def started(*words: str, **more: Any) -> subprocess.Popen[str]:
+    arguments = [sys.executable, "-m", "cplayers.cli", *words]
+    return subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True, **more)
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    with started(*PLAN, "--all", stdout=subprocess.PIPE) as running:
+        assert running.stdout is not None and running.stderr is not None
+        assert running.stdout.readline().startswith("deepseek-v3 on 8 x h200")
+        running.stdout.close()
+        assert running.stderr.read() == ""
+    assert running.returncode == 0
+
+
+def test_a_full_disk_is_one_line() -> None:
+    with open("/dev/full", "w") as full, started("--help", stdout=full) as running:
+        _, errors = running.communicate()
+    assert running.returncode == 2 and errors.count("\n") == 1
+    assert errors.startswith("cplayers --help: No space left on device: ")
+
+
+def test_letters_that_a_terminal_lacks_are_escaped() -> None:
+    with started("explain", "gr\u00f6\u00dfe=1", env={"PYTHONIOENCODING": "ascii"}) as running:
+        _, errors = running.communicate()
+    assert running.returncode == 2 and errors.count("\n") == 1
+    assert errors.startswith("cplayers explain: gr\\xf6\\xdfe: not an argument")
+    assert seconds(2e-5) == "20 us" and duration("latency", "20us") == pytest.approx(2e-5)
+
+
+@pytest.mark.parametrize("room", [20, 40, 60, 80])
+def test_tables_become_blocks_where_a_terminal_is_narrow(room: int) -> None:
+    columns = ["layout", "fits", "weights", "longest context*"]
+    rows = [["tp=8, dcp=8", "yes", "86.7 GB", "1,117,696"], ["tp=4, dcp=4", "no", "1 GB", "0"]]
+    # by hand: 11 + 4 + 7 + 16 letters, two blanks and a rule for each column, a rule at the end
+    assert width(columns, rows) == 38 + 4 * 3 + 1
+    lines = blocks("deepseek-v3 on 8 x h200", columns, rows, [0], room)
+    assert max(map(len, lines)) <= max(room, len("    longest context*: 1,117,696"))
+    text = " ".join(" ".join(lines).split())
+    assert text.startswith("deepseek-v3 on 8 x h200 > layout: tp=8, dcp=8 fits: yes, weights: 86.7")
+    assert text.endswith("- layout: tp=4, dcp=4 fits: no, weights: 1 GB, longest context*: 0")
 
 
 def test_unforeseen_errors_are_one_line(command: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +300,7 @@ def test_files_of_other_figures_are_not_calibrations(tmp_path: Path) -> None:
     file.write_text(json.dumps({"a": {**kept, "links": {}}, "b": 5, "c": {**kept, "flops": 0}}))
     assert _known(file, "a") is not None and _known(file, "z") is None
     for key in "bc":
-        with pytest.raises(ConfigError, match="it is a JSON file of calibrations"):
+        with pytest.raises(ConfigError, match="in a JSON file of calibrations"):
             _known(file, key)
 
 
