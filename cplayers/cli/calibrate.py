@@ -132,7 +132,14 @@ def _on_started_ranks(
             f"start {topology.world_size} ranks, or pass tp, dcp, pcp and dp for those there are",
         )
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        here, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if here >= there:
+            raise ConfigError(
+                f"LOCAL_RANK={here} with device=cuda",
+                f"each rank has a device of its own, and there are {there} here",
+                f"start at most {there} ranks on a machine (torchrun --nproc-per-node {there})",
+            )
+        torch.cuda.set_device(here)
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
         found = measure(topology, device, dtype, path, refresh)

@@ -75,7 +75,8 @@ def calibrate(
 ) -> Calibration:
     """Measure compute, memory and collectives, or read what was measured before.
 
-    Called on all ranks alike; all get the same figures.
+    Called on all ranks alike; all get the same figures. On GPUs each rank has made a device of its
+    own the current one (``torch.cuda.set_device``), as for every collective.
 
     Args:
         mesh: The ranks. Collectives are measured over the largest of dcp, pcp and tp.

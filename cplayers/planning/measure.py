@@ -8,6 +8,9 @@
 
 All ranks measure at once, since they share memory and links, and the slowest rank counts. Repeats
 of the sizes alternate. The fastest counts: other work on the machine only ever adds time.
+
+A GPU is asked for more than a CPU (`SCALES`): what it is timed on has to take far longer than the
+launch of a kernel, some 10 us, or launches are what is measured.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -28,13 +31,40 @@ from cplayers.mesh import CPMesh, Topology
 AXES = ("dcp", "pcp", "tp")
 OPERATIONS = ("all_gather", "all_to_all", "reduce_scatter", "all_reduce")
 COMBINES = ("a2a", "ag_rs", "ar")
-_SIDE = 768  # of the matrices
 _HIDDEN, _HEADS, _KV_HEADS, _HEAD_DIM = 64, 32, 8, 128
 _BLOCK = 16
-_KEYS = (512, 4096)
-_ELEMENTS = (1024, 262_144)  # that a member contributes
-_SHORT, _ROWS = 16, (1, 64)  # cached tokens, and rows that are combined
+_SHORT = 16  # cached tokens where combining is measured
 _REPEATS = 31
+
+
+class Scale(NamedTuple):
+    """Sizes of what is timed.
+
+    Attributes:
+        side: Of the matrices.
+        keys: Cached tokens of two decode steps.
+        elements: That a member contributes to two collectives.
+        rows: That two decode steps combine.
+    """
+
+    side: int
+    keys: tuple[int, int]
+    elements: tuple[int, int]
+    rows: tuple[int, int]
+
+
+CPU = Scale(768, (512, 4096), (1024, 1 << 18), (1, 64))
+GPU = Scale(8192, (1 << 15, 1 << 18), (1024, 1 << 24), (1, 1024))
+"""In bf16: 1.1e12 operations, 0.9 GB that is read, 32 MB and 8 MB that travel."""
+
+
+def scale_of(mesh: CPMesh) -> Scale:
+    """What is timed on the device of a mesh.
+
+    Args:
+        mesh: The ranks.
+    """
+    return CPU if mesh.device_type == "cpu" else GPU
 
 
 def widest_axis(mesh: CPMesh) -> str:
@@ -73,17 +103,19 @@ def measure(mesh: CPMesh, dtype: torch.dtype) -> list[float]:
 
 
 def _products(mesh: CPMesh, dtype: torch.dtype) -> float:
-    a = torch.randn(_SIDE, _SIDE, device=mesh.device_type).to(dtype)
+    side = scale_of(mesh).side
+    a = torch.randn(side, side, device=mesh.device_type).to(dtype)
     (seconds,) = _fastest(mesh, [lambda: a @ a])
-    return seconds / (2 * _SIDE**3)
+    return seconds / (2 * side**3)
 
 
 def _reads(mesh: CPMesh, dtype: torch.dtype) -> float:
     """Through a layer and its cache, each rank by itself: what reads is what layers read with."""
     alone = CPMesh(Topology(), mesh.device_type)
-    short, long = _fastest(mesh, [_decode(alone, dtype, keys, 1) for keys in _KEYS])
+    keys = scale_of(mesh).keys
+    short, long = _fastest(mesh, [_decode(alone, dtype, count, 1) for count in keys])
     row = 2 * _KV_HEADS * _HEAD_DIM * dtype.itemsize
-    return max(long - short, long / 10) / ((_KEYS[1] - _KEYS[0]) * row)
+    return max(long - short, long / 10) / ((keys[1] - keys[0]) * row)
 
 
 def _decode(
@@ -130,7 +162,7 @@ def _collective(mesh: CPMesh, dtype: torch.dtype, operation: str) -> list[float]
     run: Callable[[Tensor, str], object] = getattr(mesh, operation)
     scattered = operation in ("all_to_all", "reduce_scatter")
     work = []
-    for elements in _ELEMENTS:
+    for elements in scale_of(mesh).elements:
         rows = (mesh.size(axis), elements) if scattered else (elements,)
         x = torch.zeros(rows, dtype=dtype, device=mesh.device_type)
         work.append(partial(run, x, axis))
@@ -141,10 +173,11 @@ def _collective(mesh: CPMesh, dtype: torch.dtype, operation: str) -> list[float]
 def _combining(mesh: CPMesh, dtype: torch.dtype) -> list[float]:
     """Latency and seconds per byte of each way."""
     without = CPMesh(replace(mesh.topology, dcp=1), mesh.device_type)
-    work = [_decode(without, dtype, _SHORT, rows) for rows in _ROWS]
+    both = scale_of(mesh).rows
+    work = [_decode(without, dtype, _SHORT, rows) for rows in both]
     volumes = []
     for how in COMBINES:
-        for rows in _ROWS:
+        for rows in both:
             work.append(_decode(mesh, dtype, _SHORT, rows, cast("Combine", how)))
             volumes.append(_volume(mesh, work[-1], "dcp"))
     small, large, *taken = _fastest(mesh, work)
@@ -183,8 +216,9 @@ def _fastest(mesh: CPMesh, work: Sequence[Callable[[], object]]) -> list[float]:
 
 
 def _finish(mesh: CPMesh) -> None:
-    if mesh.device_type == "cuda":
-        torch.cuda.synchronize()
+    """Wait for what was launched: a device other than the CPU runs behind the host."""
+    if mesh.device_type != "cpu":
+        torch.accelerator.synchronize()
 
 
 def agree(mesh: CPMesh, values: Sequence[float]) -> list[float]:

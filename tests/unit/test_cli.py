@@ -294,6 +294,21 @@ def test_half_an_environment_is_refused(
     assert code == 2 and message in errors and errors.count("\n") == 1
 
 
+def test_ranks_without_a_device_of_their_own_are_refused(
+    command: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    names = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1"}
+    for name, value in {**names, "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    code, _, errors = command("calibrate", "tp=2", "device=cuda")
+    assert code == 2 and errors.count("\n") == 1
+    assert "LOCAL_RANK=1 with device=cuda: each rank has a device of its own" in errors
+
+
 def test_files_of_other_figures_are_not_calibrations(tmp_path: Path) -> None:
     file = tmp_path / "x.json"
     kept = {**dict.fromkeys(("key", "axis", "measured"), ""), "flops": 1, "memory_bandwidth": 1}

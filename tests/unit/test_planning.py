@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cplayers import ConfigError, Topology
+from cplayers import ConfigError, CPMesh, Topology
 from cplayers.attention.costs import Sizes
 from cplayers.cache import CacheConfig
 from cplayers.planning import (
@@ -35,6 +35,7 @@ from cplayers.planning import (
     weights_of,
 )
 from cplayers.planning.crossover import LIMIT, first
+from cplayers.planning.measure import CPU, GPU, scale_of
 from cplayers.planning.shape import MODELS
 from cplayers.planning.times import causal_pairs
 from cplayers.planning.traffic import Chunk, decode_calls, fetch_calls, sent, visit_calls
@@ -462,6 +463,16 @@ def test_the_first_size_that_wins() -> None:
     for turn in (1, 2, 3, 7, 8, 1000, LIMIT):
         assert first(lambda size, turn=turn: size >= turn) == turn
     assert first(lambda size: False) is None
+
+
+def test_devices_are_timed_on_far_more_than_a_launch() -> None:
+    launch, card = 10e-6, Hardware.load("b200")  # the fastest of the presets, at its peak
+    row = 2 * 8 * 128 * 2  # keys and values of 8 heads in bf16
+    assert 2 * GPU.side**3 / card.flops > 40 * launch
+    assert (GPU.keys[1] - GPU.keys[0]) * row / card.memory_bandwidth > 10 * launch
+    assert 2 * (GPU.elements[1] - GPU.elements[0]) / card.link_bandwidth > 3 * launch
+    assert CPU.side < GPU.side and scale_of(CPMesh(Topology())) == CPU
+    assert scale_of(CPMesh(Topology(), "cuda")) == GPU
 
 
 def test_what_was_measured_as_a_whole_has_one_latency() -> None:
