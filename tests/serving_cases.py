@@ -142,7 +142,11 @@ def requests(seed: int, count: int = 20, seconds: float = 0.4, longest: int = 15
 
 def serve(config: ServingConfig, given: list[Request], replicas: int):
     """On each rank: tokens of each request, decisions, and most blocks used."""
-    server = Server(served(), config, num_replicas=replicas)
+    model = served()
+    layers = [block.attention for block in model.module.blocks]
+    meshes = [layer.mesh for layer in layers]
+    server = Server(model, config, num_replicas=replicas)
     done = server.run(given)
+    assert all(a.mesh is b for a, b in zip(layers, meshes, strict=True)), "as it was built"
     assert all(runner.cache.pool.num_used == 0 for runner in server.runners.values())
     return [(p.new, p.refused, p.history, len(p.times)) for p in done], server.trace

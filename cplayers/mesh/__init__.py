@@ -7,6 +7,7 @@ from cplayers.mesh.subset import meshes_over, regroup
 from cplayers.mesh.topology import AXES, Coords, Topology
 from cplayers.mesh.traffic import TrafficLog, TrafficRecord
 from cplayers.mesh.validate import legal_dcp, validate
+from cplayers.mesh.world import world_size
 
 __all__ = [
     "AXES",
@@ -22,4 +23,5 @@ __all__ = [
     "meshes_over",
     "regroup",
     "validate",
+    "world_size",
 ]

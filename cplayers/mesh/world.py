@@ -72,6 +72,11 @@ class World:
 _worlds: WeakKeyDictionary[dist.ProcessGroup, World] = WeakKeyDictionary()
 
 
+def world_size() -> int:
+    """Ranks of the default process group; 1 where there is none."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def current_world() -> World:
     """The world of the default process group, which must be initialised."""
     group = cast("dist.ProcessGroup", dist.group.WORLD)

@@ -63,6 +63,7 @@ class Book:
         self.router = Router(config, fleet, dcp_per_replica)
         self.requests: dict[str, Progress] = {}
         self.unfinished: dict[str, Progress] = {}
+        self._residents: dict[Replicas, dict[int, Progress]] = {}  # of each group, by number
         self.decisions: list[dict[str, Any]] = []
         self.points = 0
         self.now = 0.0
@@ -88,9 +89,11 @@ class Book:
         progress.cached = cached
         progress.new += new
         progress.times += times
+        progress.waited = 0
         if progress.is_over:
             self.log("finish", progress, group=progress.group)
-            progress.group, progress.cached = None, 0
+            progress.cached = 0
+            self.place(progress, None)
             del self.unfinished[name]
 
     def lose(self, fleet: Fleet, intact: Mapping[str, Replicas], now: float) -> None:
@@ -107,21 +110,23 @@ class Book:
         self.router = Router(self.config, fleet, self._shared)
         for progress in self.placed:
             if progress.request.name in intact:
-                progress.group = intact[progress.request.name]
+                self.place(progress, intact[progress.request.name])
                 continue
             if progress.cached or progress.new:
                 self.log("recompute", progress, group=progress.group, reason="lost ranks")
                 self.begin_again(progress)
             else:  # it was about to begin
                 self.log("postpone", progress, group=progress.group, reason="lost ranks")
-                progress.group = None
+                self.place(progress, None)
+                progress.history.pop()
         for progress in self.waiting:
             self._refuse_if_too_long(progress)
 
     @property
     def placed(self) -> list[Progress]:
         """Requests that a group holds, by arrival."""
-        return [p for p in self.unfinished.values() if p.group is not None]
+        held = [p for residents in self._residents.values() for p in residents.values()]
+        return sorted(held, key=lambda progress: progress.number)
 
     @property
     def waiting(self) -> list[Progress]:
@@ -130,12 +135,30 @@ class Book:
 
     def running(self, group: Replicas) -> list[Progress]:
         """Requests that ``group`` holds, by arrival."""
-        return [p for p in self.placed if p.group == group]
+        residents = self._residents.get(group, {})
+        return [residents[number] for number in sorted(residents)]
+
+    def num_running(self, group: Replicas) -> int:
+        """How many requests ``group`` holds."""
+        return len(self._residents.get(group, ()))
 
     @property
     def busy(self) -> set[Replicas]:
         """Groups that hold requests."""
-        return {p.group for p in self.unfinished.values() if p.group is not None}
+        return {group for group, residents in self._residents.items() if residents}
+
+    def place(self, progress: Progress, group: Replicas | None) -> None:
+        """Say where a request is.
+
+        Args:
+            progress: The request.
+            group: Its group, ``None`` where it waits or is over.
+        """
+        if progress.group is not None:
+            del self._residents[progress.group][progress.number]
+        if group is not None:
+            self._residents.setdefault(group, {})[progress.number] = progress
+        progress.group = group
 
     def promised(self, progress: Progress, group: Replicas) -> int:
         """Blocks beyond those that it has for which room is promised to a request of ``group``."""
@@ -160,7 +183,7 @@ class Book:
         room.promise(source, -self.promised(progress, source))
         room.promise(target, self.router.need(progress, len(target)))
         self.log("migrate", progress, group=target, source=source, reason=reason)
-        progress.group = target
+        self.place(progress, target)
         progress.history.append(target)
         result.move.append((progress.request.name, source, target))
 
@@ -177,7 +200,8 @@ class Book:
 
     def begin_again(self, progress: Progress) -> None:
         """Let a request wait, to be computed again from its tokens; if it can end at all now."""
-        progress.group, progress.cached, progress.cramped = None, 0, False
+        self.place(progress, None)
+        progress.cached, progress.cramped = 0, False
         progress.recomputed += 1
         self._refuse_if_too_long(progress)
 
@@ -185,7 +209,7 @@ class Book:
         if not self.router.can_end(progress):
             size = self.router.sizes[-1]
             progress.refused = (
-                f"{progress.request.most_cached} tokens need "
+                f"{progress.request.most_cached} tokens, if nothing stops it, need "
                 f"{self.router.blocks(size, progress.request.most_cached)} blocks on each rank of "
                 f"a group of {size}, which has {self.config.num_blocks}"
             )
@@ -222,6 +246,15 @@ class Book:
         if reason:
             facts["reason"] = reason
         self.decisions.append(self._entry(event, **facts))
+
+    def log_usage(self, blocks: Mapping[int, int]) -> None:
+        """Append the used blocks of each replica to ``decisions``.
+
+        Args:
+            blocks: Of each replica.
+        """
+        replicas, used = list(blocks), list(blocks.values())
+        self.decisions.append(self._entry("usage", replicas=replicas, used=used))
 
     def _entry(self, event: str, **facts: Any) -> dict[str, Any]:
         return {"point": self.points, "time": round(self.now, 4), "event": event, **facts}

@@ -56,36 +56,57 @@ class ServingConfig:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.name not in NOT_INTS and (type(value) is not int or value < 1):
-                raise ConfigError(
-                    f"{each.name}={value!r}", "an int of at least 1", f"pass {each.name} >= 1"
+            if each.name not in NOT_INTS:
+                fine = type(value) is int and value >= 1
+                _require(
+                    fine, f"{each.name}={value!r}", "an int of at least 1", f"pass {each.name} >= 1"
                 )
-        if not 0 < self.share <= 1:
-            raise ConfigError(
-                f"share={self.share!r}",
-                "a larger group's part of the time, above 0 and at most 1",
-                "e.g. 0.25",
-            )
-        sizes = list(self.sizes)
-        if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1:
-            raise ConfigError(
-                f"sizes={self.sizes}", "sizes of groups ascend from at least 1", "e.g. (1, 2, 4)"
-            )
-        steps = self.steps if isinstance(self.steps, Mapping) else {sizes[0]: self.steps}
-        if sizes[0] not in steps or any(type(n) is not int or n < 1 for n in steps.values()):
-            raise ConfigError(
-                f"steps={self.steps}",
-                "steps of a group are an int of at least 1, and the smallest size has some",
-                "e.g. {1: 8, 4: 1}",
-            )
-        known = [self.crossovers.get(size) for size in sizes]
+        _require(
+            isinstance(self.share, int | float) and 0 < self.share <= 1,
+            f"share={self.share!r}",
+            "a larger group's part of the time, above 0 and at most 1",
+            "e.g. 0.25",
+        )
+        ints = isinstance(self.sizes, list | tuple) and all(type(n) is int for n in self.sizes)
+        _require(
+            ints
+            and bool(self.sizes)
+            and list(self.sizes) == sorted(set(self.sizes))
+            and self.sizes[0] >= 1,
+            f"sizes={self.sizes!r}",
+            "sizes of groups ascend from at least 1",
+            "e.g. (1, 2, 4)",
+        )
+        object.__setattr__(self, "sizes", tuple(self.sizes))
+        self._judge_steps()
+        self._judge_crossovers()
+
+    def _judge_steps(self) -> None:
+        steps = self.steps if isinstance(self.steps, Mapping) else {self.sizes[0]: self.steps}
+        _require(
+            self.sizes[0] in steps and all(type(n) is int and n >= 1 for n in steps.values()),
+            f"steps={self.steps!r}",
+            "steps of a group are an int of at least 1, and the smallest size has some",
+            "e.g. {1: 8, 4: 1}",
+        )
+
+    def _judge_crossovers(self) -> None:
+        mapping = isinstance(self.crossovers, Mapping)
+        marks = [m for m in self.crossovers.values() if m is not None] if mapping else [0]
+        _require(
+            all(type(mark) is int and mark >= 1 for mark in marks),
+            f"crossovers={self.crossovers!r}",
+            "they map sizes to contexts of at least one token, or to None",
+            "e.g. {2: 4096, 4: None}",
+        )
+        known = [self.crossovers.get(size) for size in self.sizes]
         marks = [mark for mark in known if mark is not None]
-        if marks != sorted(marks) or set(self.crossovers) - set(sizes):
-            raise ConfigError(
-                f"crossovers={dict(self.crossovers)} with sizes={self.sizes}",
-                "they are contexts in tokens by size, and larger groups begin at longer ones",
-                "leave out a size that wins nowhere, or give it None",
-            )
+        _require(
+            marks == sorted(marks) and set(self.crossovers) <= set(self.sizes),
+            f"crossovers={dict(self.crossovers)} with sizes={self.sizes}",
+            "they are contexts in tokens by size, and larger groups begin at longer ones",
+            "leave out a size that wins nowhere, or give it None",
+        )
 
     def preferred(self, length: int) -> int:
         """The size that a context of ``length`` tokens asks for by its crossover."""
@@ -99,8 +120,15 @@ class ServingConfig:
         """Steps between two agreed points of a group of ``size`` replicas."""
         if isinstance(self.steps, int):
             return max(1, self.steps // size)
-        return self.steps[max(known for known in self.steps if known <= size)]
+        # what is left of a fleet may make a group below the smallest size
+        smaller = [known for known in self.steps if known <= size]
+        return self.steps[max(smaller, default=min(self.steps))]
 
     def chunk_of(self, size: int) -> int:
         """Most new prompt tokens in one step of a group of ``size`` replicas."""
         return self.chunk_tokens * size
+
+
+def _require(fine: bool, value: str, rule: str, remedy: str) -> None:
+    if not fine:
+        raise ConfigError(value, rule, remedy)

@@ -32,7 +32,7 @@ def lend(book: Book, room: Room, result: Round) -> None:
             needs = _needs(book, group, result)
         while sum(needs.values()) > there:
             latest = [name for name, blocks in needs.items() if blocks][-1]
-            _stall(book, book.requests[latest], group, room, result)
+            _stall(book, book.requests[latest], group, result)
             del needs[latest]
         more = max(0, sum(needs.values()) - result.freed.get(group, 0))
         if more or book.running(group):
@@ -61,15 +61,15 @@ def _needs(book: Book, group: Replicas, result: Round, extra: int = 0) -> dict[s
     return needs
 
 
-def _stall(book: Book, progress: Progress, group: Replicas, room: Room, result: Round) -> None:
+def _stall(book: Book, progress: Progress, group: Replicas, result: Round) -> None:
     """Let a request of ``group`` make no step."""
     name = progress.request.name
     if (name, group) in result.admit:
         result.admit.remove((name, group))
-        room.promise(group, -book.promised(progress, group))
         book.log("postpone", progress, group=group, reason="blocks are short")
-        progress.group = None
+        book.place(progress, None)
         progress.history.pop()
+        progress.waited += 1
         return
     source = next((source for moving, source, _ in result.move if moving == name), None)
     if source is None:
@@ -77,6 +77,6 @@ def _stall(book: Book, progress: Progress, group: Replicas, room: Room, result: 
     else:
         result.move.remove((name, source, group))
         book.log("postpone", progress, group=source, source=group, reason="blocks are short")
-        progress.group = source
+        book.place(progress, source)
         progress.history.pop()
     result.stalled.add(name)

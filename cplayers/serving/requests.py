@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from cplayers.errors import ConfigError
@@ -22,7 +23,7 @@ class Request:
         stop: Token ids that end the request; the one that was generated is its last token.
 
     Raises:
-        ConfigError: On an empty prompt, or no token to generate.
+        ConfigError: On an empty prompt, no token to generate, or values of another type.
     """
 
     name: str
@@ -32,12 +33,30 @@ class Request:
     stop: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.prompt or self.max_new_tokens < 1:
+        if type(self.name) is not str:
+            raise ConfigError(
+                f"a request named {self.name!r}", "names are str", f"pass {str(self.name)!r}"
+            )
+        for what, ids in (("prompt", self.prompt), ("stop", self.stop)):
+            given = [ids] if type(ids) is not tuple else [t for t in ids if not _is_token(t)]
+            if given:
+                raise ConfigError(
+                    f"request {self.name!r} with {given[0]!r} in its {what}",
+                    "token ids are a tuple of ints from 0 on",
+                    "pass e.g. tuple(ids.tolist())",
+                )
+        if type(self.arrival) not in (int, float) or not math.isfinite(self.arrival):
+            raise ConfigError(
+                f"request {self.name!r} with arrival={self.arrival!r}",
+                "arrivals are finite seconds after the start",
+                "pass e.g. 0.0",
+            )
+        if not self.prompt or type(self.max_new_tokens) is not int or self.max_new_tokens < 1:
             raise ConfigError(
                 f"request {self.name!r} with {len(self.prompt)} prompt tokens and "
-                f"max_new_tokens={self.max_new_tokens}",
+                f"max_new_tokens={self.max_new_tokens!r}",
                 "a request has a prompt and generates at least one token",
-                "pass a prompt, and max_new_tokens >= 1",
+                "pass a prompt, and an int max_new_tokens >= 1",
             )
 
     @property
@@ -48,6 +67,10 @@ class Request:
     def is_over(self, new: list[int]) -> bool:
         """Whether ``new`` generated tokens end the request."""
         return len(new) >= self.max_new_tokens or (bool(new) and new[-1] in self.stop)
+
+
+def _is_token(token: object) -> bool:
+    return type(token) is int and token >= 0
 
 
 @dataclass

@@ -40,6 +40,7 @@ class Scheduler(Book):
         self._admissions = 0
         self._kept: list[Replicas] = []  # groups in which room is kept for a request
         self._shares = Shares(config.share)
+        self._usage: dict[int, int] = {}  # used blocks of each replica, as last logged
 
     def decide(self, now: float, used: Mapping[int, int], spent: Mapping[Replicas, float]) -> Round:
         """The next round.
@@ -52,6 +53,10 @@ class Scheduler(Book):
         self._shares.account(spent, now)
         self.now = now
         self.points += 1
+        usage = {replica: mask.bit_count() for replica, mask in used.items()}
+        if usage != self._usage:
+            self._usage = usage
+            self.log_usage(usage)
         room, result = Room(self.config.num_blocks, used), Round()
         for progress in self.placed:
             assert progress.group is not None
@@ -124,11 +129,11 @@ class Scheduler(Book):
                 continue
             room.promise(group, need)
             self._admissions += 1
-            progress.group, progress.admitted = group, self._admissions
+            self.place(progress, group)
+            progress.admitted = self._admissions
             progress.history.append(group)
             reason = f"{progress.length} tokens suit {size} replicas"
             self.log("admit", progress, group=group, reason=reason, waited=progress.waited)
-            progress.waited = 0
             result.admit.append((progress.request.name, group))
             for replica in group:
                 loads[replica] += progress.request.max_new_tokens
@@ -136,6 +141,6 @@ class Scheduler(Book):
     def _may_join(self, group: Replicas, blocks: int, room: Room) -> bool:
         return (
             not any(set(group) & set(kept) for kept in self._kept)
-            and len(self.running(group)) < self.config.max_running
+            and self.num_running(group) < self.config.max_running
             and room.fits(group, blocks)
         )

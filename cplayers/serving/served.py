@@ -2,7 +2,7 @@
 
 With the same tensor parallelism, the weights of a rank do not depend on how many replicas share a
 context: only the mesh over which the layers talk does. So a step of a group sets the mesh of every
-layer, and nothing else.
+layer, and nothing else; at the end of a run it is again the one that the layers were built with.
 """
 
 from __future__ import annotations
@@ -30,12 +30,19 @@ class ServedModel:
         step: ``step(tokens, plan, cache, mesh)`` computes a step of packed token ids int64 `[P]`
             and returns the logits `[R, vocab]` of the last new token of each request that has one
             (``plan.last``), alike on all ranks of ``mesh``.
+        vocab_size: Token ids are below it. By default the rows of the first `nn.Embedding` of
+            ``module``; if it has none, ids are not checked.
+
+    Attributes:
+        spec: What the layers cache.
+        topologies: For which the layers were built.
+        vocab_size: See the arguments; ``None`` if it is not known.
 
     Raises:
         ConfigError: If there are no such layers, or if they cache different things.
     """
 
-    def __init__(self, module: nn.Module, step: StepFn) -> None:
+    def __init__(self, module: nn.Module, step: StepFn, vocab_size: int | None = None) -> None:
         self.module, self._step = module, step
         layers: list[Any] = [m for m in module.modules() if hasattr(m, "cache_spec")]
         specs: set[CacheSpec] = {layer.cache_spec for layer in layers}
@@ -51,12 +58,16 @@ class ServedModel:
         self.dtype, self.device = weight.dtype, weight.device
         self.first_head: int = layers[0].heads.kv[0] if isinstance(self.spec, GQASpec) else 0
         self._places = [
-            (each, name)
+            (each, name, value)
             for each in module.modules()
             for name, value in vars(each).items()
             if isinstance(value, CPMesh)
         ]
-        self._mesh: CPMesh | None = None
+        self.topologies = {mesh.topology for _, _, mesh in self._places}
+        if vocab_size is None:
+            embeddings = (m for m in module.modules() if isinstance(m, nn.Embedding))
+            vocab_size = next((each.num_embeddings for each in embeddings), None)
+        self.vocab_size = vocab_size
 
     def new_cache(self, layout: InterleavedLayout, num_blocks: int, mesh: CPMesh) -> PagedKVCache:
         """An empty cache of this rank, spread over ``mesh``.
@@ -88,8 +99,12 @@ class ServedModel:
             cache: The cache that planned it.
             mesh: The ranks of the cache.
         """
-        if mesh is not self._mesh:
-            for each, name in self._places:
+        for each, name, _ in self._places:
+            if getattr(each, name) is not mesh:
                 setattr(each, name, mesh)
-            self._mesh = mesh
         return self._step(tokens, plan, cache, mesh)
+
+    def restore(self) -> None:
+        """Let the layers use the mesh again that they were built with."""
+        for each, name, mesh in self._places:
+            setattr(each, name, mesh)

@@ -24,10 +24,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from cplayers.errors import ConfigError, RankFailedError, StateError
+from cplayers.errors import RankFailedError, StateError
 from cplayers.mesh import CPMesh, Topology, gather_bytes, meshes_over, regroup
 from cplayers.serving.book import Round
 from cplayers.serving.config import ServingConfig
+from cplayers.serving.fit import require_replicas, require_requests
 from cplayers.serving.fleet import Fleet
 from cplayers.serving.handover import Passage, hand_over
 from cplayers.serving.recovery import catch_up, compare
@@ -59,7 +60,8 @@ class Server:
         council: The mesh of all ranks that live.
 
     Raises:
-        ConfigError: If the groups cannot be formed; before anything is built.
+        ConfigError: If the groups cannot be formed, or the model is not cut as a replica is;
+            before anything is built.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Server:
         dcp_per_replica: int = 1,
     ) -> None:
         fleet = Fleet(num_replicas, ranks_per_replica, config.sizes)
+        require_replicas(model, fleet, dcp_per_replica)
         self.model, self.config, self._dcp = model, config, dcp_per_replica
         self.scheduler = Scheduler(config, fleet, dcp_per_replica)
         self.runners: dict[Replicas, Runner] = {}
@@ -80,7 +83,6 @@ class Server:
         self._arrivals: list[Request] = []
         self._began = time.monotonic()
         self._digest = self._digested = 0  # of the decisions so far, and of how many
-        self._usage: list[dict[str, Any]] = []
         layout = self.scheduler.router.layout(1)
         self._slots = model.new_cache(layout, config.num_blocks, CPMesh(Topology()))
         self._seat(*self._open(fleet, self._generation))
@@ -109,8 +111,7 @@ class Server:
     def trace(self) -> list[dict[str, Any]]:
         """See the class."""
         config = {"event": "config", "replicas": self.fleet.num_replicas, **asdict(self.config)}
-        entries = [*self.scheduler.decisions, *self._usage]
-        return [config, *sorted(entries, key=lambda entry: entry["point"])]
+        return [config, *self.scheduler.decisions]
 
     def run(self, requests: Iterable[Request]) -> list[Progress]:
         """Serve requests to their end.
@@ -123,14 +124,11 @@ class Server:
             The requests as they ended, in the order given: tokens, times, groups, refusals.
 
         Raises:
-            ConfigError: If two requests have one name; before anything is served.
+            ConfigError: If two requests have one name, or the model does not know a token; before
+                anything is served.
         """
         given = list(requests)
-        names = [request.name for request in given]
-        if len(set(names)) < len(names) or set(names) & set(self.scheduler.requests):
-            raise ConfigError(
-                f"requests {names}", "the name of a request is unique", "choose other names"
-            )
+        require_requests(self.model, given, self.scheduler.requests)
         if not self.scheduler.requests:
             self._began = time.monotonic()
         self._arrivals += sorted(given, key=lambda request: request.arrival)
@@ -138,7 +136,7 @@ class Server:
             try:
                 with self.council.guard():
                     if not self._serve():
-                        return [self.scheduler.requests[name] for name in names]
+                        return [self.scheduler.requests[request.name] for request in given]
             except RankFailedError as error:
                 self._go_on(error)
 
@@ -150,6 +148,7 @@ class Server:
         """From one agreed point to the next; False at the end of all requests."""
         result = self._absorb(gather_bytes(self.council, self._report(), "pcp"))
         if not self._arrivals and not self.scheduler.unfinished:
+            self.model.restore()
             return False
         self._execute(result)
         if not self.scheduler.placed:
@@ -192,10 +191,6 @@ class Server:
             self.scheduler.submit(self._arrivals.pop(0), now)
         masks = dict(zip(self.live, (int(report["used"], 16) for report in reports), strict=True))
         used = {replica: masks[self.fleet.ranks((replica,))[0]] for replica in self.fleet.replicas}
-        counts = [mask.bit_count() for mask in used.values()]
-        if not self._usage or self._usage[-1]["used"] != counts:
-            entry = {"point": self.scheduler.points, "time": round(now, 4), "event": "usage"}
-            self._usage.append({**entry, "replicas": list(used), "used": counts})
         spent = {tuple(group): took for report in reports for group, took in report["spent"]}
         return self.scheduler.decide(now, used, spent)
 

@@ -134,7 +134,7 @@ def world_of(seed: int) -> World:
         sizes=sizes,
         crossovers=dict(zip(sizes[1:], marks, strict=True)),
         chunk_tokens=rng.choice([1, 5, 16]),
-        steps=rng.choice([1, 4, 7]),
+        steps=rng.choice([1, 4, 7, {sizes[0]: 7}, {size: rng.randint(1, 9) for size in sizes}]),
         share=rng.choice([0.1, 0.5, 1.0]),
         stretch=rng.choice([1, 3]),
         headroom=rng.choice([1, 8, 30]),
@@ -215,7 +215,7 @@ def test_a_long_request_is_not_overtaken_for_ever() -> None:
         world.point()
     log = world.scheduler.decisions
     came, began, ended = (
-        next(e["time"] for e in log if e["request"] == "long" and e["event"] == event)
+        next(e["time"] for e in log if e["event"] == event and e["request"] == "long")
         for event in ("arrive", "admit", "finish")
     )
     assert began - came < 30 and ended - came < 80

@@ -27,7 +27,7 @@ PUBLIC = {
     """,
     "cplayers.mesh": """
         AXES CPMesh Coords Ring Topology TrafficLog TrafficRecord exchange gather_bytes
-        legal_dcp meshes_over regroup validate
+        legal_dcp meshes_over regroup validate world_size
     """,
     "cplayers.ops": """
         PagedKeys Partial Spans Tile add_sink apply_rope attend attend_paged attention_reference

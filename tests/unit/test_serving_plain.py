@@ -39,6 +39,13 @@ from cplayers.serving.router import Router
         ({"sizes": (2, 1)}, "sizes of groups ascend"),
         ({"crossovers": {2: 100, 4: 50}}, "larger groups begin at longer ones"),
         ({"crossovers": {3: 100}}, "crossovers={3: 100}"),
+        ({"crossovers": {2: 50.5}}, "contexts of at least one token"),
+        ({"crossovers": {2: -5}}, "contexts of at least one token"),
+        ({"crossovers": None}, "crossovers=None: they map sizes"),
+        ({"sizes": (1.0, 2)}, "sizes of groups ascend"),
+        ({"sizes": (0, 2)}, "sizes of groups ascend"),
+        ({"sizes": "12"}, "sizes of groups ascend"),
+        ({"share": None}, "share=None: a larger group's part"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(options: dict[str, Any], words: str) -> None:
@@ -77,6 +84,46 @@ def test_steps_by_size() -> None:
     assert [whole.steps_of(size) for size in (1, 2, 3, 4, 8)] == [4, 2, 1, 1, 1]
     named = ServingConfig(num_blocks=8, steps={1: 9, 2: 5, 4: 2})
     assert [named.steps_of(size) for size in (1, 2, 3, 4)] == [9, 5, 5, 2]
+    left = ServingConfig(num_blocks=8, sizes=(2, 4), steps={2: 5, 4: 1})
+    assert left.steps_of(1) == 5, "a group below the smallest size, after a loss"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"name": 1}, "a request named 1: names are str"),
+        ({"prompt": [1, 2]}, r"request 'a' with \[1, 2\] in its prompt: token ids are a tuple"),
+        ({"prompt": (1, -2)}, "request 'a' with -2 in its prompt"),
+        ({"prompt": (1, 2.0)}, "request 'a' with 2.0 in its prompt"),
+        ({"prompt": (1, True)}, "request 'a' with True in its prompt"),
+        ({"stop": 7}, "request 'a' with 7 in its stop"),
+        ({"arrival": float("nan")}, "arrival=nan: arrivals are finite"),
+        ({"arrival": None}, "arrival=None: arrivals are finite"),
+        ({"max_new_tokens": 3.5}, "max_new_tokens=3.5"),
+    ],
+)
+def test_requests_of_other_types_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Request(**{"name": "a", "prompt": (1,), "max_new_tokens": 1, **options})
+
+
+def test_a_server_is_refused_before_anything_is_built() -> None:
+    config = ServingConfig(num_blocks=8, sizes=(1,))
+    with pytest.raises(ConfigError, match="num_replicas=2 of ranks_per_replica=1 with 1 ranks"):
+        Server(served(), config, num_replicas=2)
+    with pytest.raises(ConfigError, match=r"layers of tp=1 with dcp=1 .* dcp_per_replica=2"):
+        Server(served(), config, num_replicas=1, dcp_per_replica=2)
+
+
+def test_requests_are_judged_before_any_is_served() -> None:
+    server = Server(served(), ServingConfig(num_blocks=8, sizes=(1,)), num_replicas=1)
+    with pytest.raises(ConfigError, match=r"request 'b' with token id 61: .* ids below 61"):
+        server.run([Request("a", (1,), 1), Request("b", (3, 61), 1)])
+    with pytest.raises(ConfigError, match=r"requests named \['a'\]"):
+        server.run([Request("a", (1,), 1), Request("a", (2,), 1)])
+    assert server.run([Request("a", (60,), 2)])[0].times, "nothing of it stayed"
+    with pytest.raises(ConfigError, match=r"requests named \['a'\]"):
+        server.run([Request("a", (1,), 1)])
 
 
 @pytest.mark.parametrize(("prompt", "new"), [((), 1), ((1,), 0)])
