@@ -1,4 +1,4 @@
-"""Hydra configuration: the groups mesh, cache, attention and prefill.
+"""Hydra configuration: the groups mesh, cache, attention, prefill and serving.
 
 An application registers the schemas and adds this package to Hydra's search path::
 
@@ -21,8 +21,17 @@ from cplayers.conf.schema import (
     GQAConf,
     MLAConf,
     PrefillConf,
+    ServingConf,
     TopologyConf,
     register_configs,
 )
 
-__all__ = ["CacheConf", "GQAConf", "MLAConf", "PrefillConf", "TopologyConf", "register_configs"]
+__all__ = [
+    "CacheConf",
+    "GQAConf",
+    "MLAConf",
+    "PrefillConf",
+    "ServingConf",
+    "TopologyConf",
+    "register_configs",
+]

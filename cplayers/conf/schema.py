@@ -6,6 +6,7 @@ the model, which has no default, are passed when it is instantiated.
 
     instantiate(cfg.mesh)                 -> Topology
     instantiate(cfg.cache)                -> CacheConfig
+    instantiate(cfg.serving)              -> ServingConfig
     instantiate(cfg.prefill)(mesh=mesh)   -> PCPPrefillAttention
     instantiate(cfg.attention)(hidden_size, num_heads, num_kv_heads, head_dim,
                                layer_idx=i, mesh=mesh)  -> DCPGQAAttention
@@ -16,9 +17,11 @@ the model, which has no default, are passed when it is instantiated.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
 
 RUNTIME = ("layer_idx", "mesh", "prefill")
 """Parameters that are not settings: where a layer stands, on which ranks, and with which core."""
@@ -99,12 +102,33 @@ class PrefillConf:
     backend: str = "auto"
 
 
+@dataclass
+class ServingConf:
+    """Settings of `cplayers.serving.ServingConfig`; the KV budget has no default."""
+
+    _target_: str = "cplayers.serving.ServingConfig"
+    _convert_: str = "all"
+    num_blocks: int = MISSING
+    block_size: int = 16
+    interleave_size: int = 16
+    sizes: tuple[int, ...] = (1, 2, 4)
+    crossovers: dict[int, int | None] = field(default_factory=dict)
+    chunk_tokens: int = 256
+    steps: Any = 4  # an int or a mapping, for which Hydra has no union
+    share: float = 0.25
+    stretch: int = 4
+    headroom: int = 64
+    patience: int = 50
+    max_running: int = 64
+
+
 SCHEMAS = {
     "mesh/schema": TopologyConf,
     "cache/schema": CacheConf,
     "attention/schema_gqa": GQAConf,
     "attention/schema_mla": MLAConf,
     "prefill/schema": PrefillConf,
+    "serving/schema": ServingConf,
 }
 """Schema by group and name, as the YAML files refer to them."""
 

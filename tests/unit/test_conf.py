@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
@@ -20,6 +22,7 @@ from cplayers.conf import register_configs
 from cplayers.conf.schema import RUNTIME, SCHEMAS
 from cplayers.errors import ConfigError
 from cplayers.mesh import CPMesh, Topology
+from cplayers.serving import ServingConfig
 
 CONF = Path(cplayers.conf.__file__).parent
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -32,7 +35,9 @@ defaults:
   - cache: default
   - attention: gqa
   - prefill: auto
+  - serving: dynamic
   - _self_
+serving: {num_blocks: 8}
 hydra:
   searchpath: [pkg://cplayers.conf]
 """
@@ -50,7 +55,8 @@ def compose_app(tmp_path: Path) -> Any:
 
 
 def test_every_group_is_shipped() -> None:
-    assert {name.split("/")[0] for name in SHIPPED} == {"mesh", "cache", "attention", "prefill"}
+    groups = {"mesh", "cache", "attention", "prefill", "serving"}
+    assert {name.split("/")[0] for name in SHIPPED} == groups
     assert {"mesh/single", "mesh/pcp2_dcp2", "mesh/tp3_pcp2_dcp2", "mesh/tp9_dcp3"} <= set(SHIPPED)
     assert {"attention/gqa", "attention/mla", "attention/mla_tpa"} <= set(SHIPPED)
 
@@ -66,6 +72,8 @@ def expected_of(name: str) -> Any:
         return Topology(**values)
     if group == "cache":
         return CacheConfig(**values)
+    if group == "serving":
+        return ServingConfig(num_blocks=8, **values)
     mesh = CPMesh(Topology())
     if group == "prefill":
         return PCPPrefillAttention(**values, mesh=mesh)
@@ -125,29 +133,36 @@ def test_auto_spreads_the_context_over_all_ranks(
 @pytest.mark.parametrize("path", SCHEMAS)
 def test_schema_has_the_settings_of_the_constructor(path: str) -> None:
     schema = SCHEMAS[path]()
-    fields = {k: v for k, v in vars(schema).items() if not k.startswith("_")}
+    given = {k: v for k, v in vars(schema).items() if not k.startswith("_")}
     target = get_class(schema._target_)
     settings = {
         name: parameter.default
         for name, parameter in inspect.signature(target).parameters.items()
         if parameter.default is not inspect.Parameter.empty and name not in RUNTIME
     }
+    for each in fields(target) if is_dataclass(target) else ():
+        if each.default_factory is not MISSING:
+            settings[each.name] = each.default_factory()
+        elif each.default is MISSING:
+            settings = {each.name: "???", **settings}  # Hydra asks the user for it
     assert len(settings) >= 2
-    assert fields == settings
-    assert list(fields) == list(settings), "in the same order"
+    assert given == settings
+    assert list(given) == list(settings), "in the same order"
     assert schema._convert_ == "all"
     asked = get_type_hints(target.__init__)
     for name, hint in get_type_hints(SCHEMAS[path]).items():
-        if name in fields:
+        if name in given:
             assert hint == without_literals(asked[name]), name
 
 
 def without_literals(hint: Any) -> Any:
-    """A constructor's type as a schema has it, for which Hydra knows no Literal."""
+    """A constructor's type as a schema has it: Hydra has no Literal, no Mapping and few unions."""
     if get_origin(hint) is Literal:
         [kind] = {type(value) for value in get_args(hint)}
         return kind
-    return hint
+    if get_origin(hint) is Mapping:
+        return dict[get_args(hint)]
+    return Any if Mapping in map(get_origin, get_args(hint)) else hint
 
 
 def test_short_overrides_reach_their_groups(compose_app: Any) -> None:
@@ -156,6 +171,17 @@ def test_short_overrides_reach_their_groups(compose_app: Any) -> None:
     assert instantiate(cfg.cache) == CacheConfig(interleave_size=5)
     layer = instantiate(cfg.attention)(32, 4, 2, 8, layer_idx=0, mesh=CPMesh(Topology()))
     assert layer.combine == "ag_rs"
+
+
+def test_settings_of_serving_are_mappings_and_lists(compose_app: Any) -> None:
+    cfg = compose_app(
+        "serving.num_blocks=64", "+serving.crossovers={2:400,4:null}", "serving.steps={1:8,4:1}"
+    )
+    config = instantiate(cfg.serving)
+    assert config == ServingConfig(64, crossovers={2: 400, 4: None}, steps={1: 8, 4: 1})
+    assert [config.steps_of(size) for size in (1, 4)] == [8, 1]
+    fixed = instantiate(compose_app("serving=fixed", "serving.sizes=[4]").serving)
+    assert fixed == ServingConfig(8, sizes=(4,))
 
 
 def test_settings_of_mla_reach_the_layer_and_its_core(compose_app: Any) -> None:
@@ -185,6 +211,8 @@ def test_settings_of_mla_reach_the_layer_and_its_core(compose_app: Any) -> None:
     [
         ("cache.blocksize=4", ("blocksize", "CacheConf")),
         ("mesh.cp=2", ("cp", "TopologyConf")),
+        ("serving.crossover={2:9}", ("crossover", "ServingConf")),
+        ("+serving.crossovers={2:many}", ("many", "crossovers")),
         ("attention.windw=3", ("windw", "GQAConf")),
         ("attention=mla attention.q_proj=tpa", ("q_proj", "MLAConf")),
         ("prefill.workspace=9", ("workspace", "PrefillConf")),
@@ -234,4 +262,5 @@ def test_help_of_the_example_names_every_option() -> None:
     text = (EXAMPLES / "generate.yaml").read_text()
     named = text.replace(",", " ").split()
     for name in SHIPPED:
-        assert (name.split("/")[1] in named) == (not name.startswith("attention/mla")), name
+        used = not name.startswith(("attention/mla", "serving/"))
+        assert (name.split("/")[1] in named) == used, name
