@@ -44,7 +44,13 @@ SHORT = 512
 CHUNK = 512
 """Prompt tokens that the reference computes at a time."""
 
-BASE = ServingConfig(num_blocks=176, chunk_tokens=128, steps={1: 8, 2: 3, 4: 1}, share=0.1)
+BASE = ServingConfig(
+    num_blocks=176,
+    chunk_tokens=128,
+    steps={1: 8, 2: 3, 4: 1},
+    share=0.1,
+    same_processors=True,
+)
 """2,816 tokens of KV on each rank: the longest requests fit two or four replicas only."""
 RUNS = {
     "cp=1": replace(BASE, sizes=(1,)),

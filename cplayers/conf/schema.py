@@ -116,6 +116,7 @@ class ServingConf:
     chunk_tokens: int = 256
     steps: Any = 4  # an int or a mapping, for which Hydra has no union
     share: float = 0.25
+    same_processors: bool = False
     stretch: int = 4
     headroom: int = 64
     patience: int = 50

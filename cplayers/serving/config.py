@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 
 from cplayers.errors import ConfigError
 
-NOT_INTS = ("sizes", "crossovers", "steps", "share")
+NOT_INTS = ("sizes", "crossovers", "steps", "share", "same_processors")
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class ServingConfig:
             ``max(1, steps // n)``. A size that is not named makes as many as the next smaller one.
         share: Part of the time of its replicas that a larger group may take from smaller groups
             that have work there; above 0, and 1 is never to rest. See `cplayers.serving.shares`.
+        same_processors: Whether the replicas run on the same processors, such as ranks on a machine
+            with fewer cores: then a larger group shares time with smaller ones anywhere.
         stretch: A group of one rank goes on decoding while larger ones are busy, for up to this
             many times its steps.
         headroom: Tokens that a request may grow by for which room is promised in advance.
@@ -48,6 +50,7 @@ class ServingConfig:
     chunk_tokens: int = 256
     steps: int | Mapping[int, int] = 4
     share: float = 0.25
+    same_processors: bool = False
     stretch: int = 4
     headroom: int = 64
     patience: int = 50
@@ -66,6 +69,12 @@ class ServingConfig:
             f"share={self.share!r}",
             "a larger group's part of the time, above 0 and at most 1",
             "e.g. 0.25",
+        )
+        _require(
+            type(self.same_processors) is bool,
+            f"same_processors={self.same_processors!r}",
+            "either all replicas share processors, or none do",
+            "pass True or False",
         )
         ints = isinstance(self.sizes, list | tuple) and all(type(n) is int for n in self.sizes)
         _require(

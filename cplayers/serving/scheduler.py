@@ -39,7 +39,7 @@ class Scheduler(Book):
         super().__init__(config, fleet, dcp_per_replica)
         self._admissions = 0
         self._kept: list[Replicas] = []  # groups in which room is kept for a request
-        self._shares = Shares(config.share)
+        self._shares = Shares(config.share, config.same_processors)
         self._usage: dict[int, int] = {}  # used blocks of each replica, as last logged
 
     def decide(self, now: float, used: Mapping[int, int], spent: Mapping[Replicas, float]) -> Round:

@@ -4,6 +4,7 @@
               these have work, the larger one is in debt for its time, makes no step while it is,
               and pays back ``share`` of the time that passes. So short requests seldom wait for a
               long one, which always gets its share, and all the time that nobody else wants.
+              Replicas on the same processors take time from each other wherever they are.
     stretch   All ranks meet at the next agreed point, and who has less to do waits there. A group
               of one rank may decide by its own clock how many steps it makes: it goes on decoding
               until the busiest replica should be done. Larger groups would have to talk about it.
@@ -23,10 +24,11 @@ class Shares:
 
     Args:
         share: Part of the time of its replicas that a larger group may take from smaller ones.
+        same_processors: Whether all replicas run on the same processors.
     """
 
-    def __init__(self, share: float) -> None:
-        self._share = share
+    def __init__(self, share: float, same_processors: bool = False) -> None:
+        self._share, self._same_processors = share, same_processors
         self._now = 0.0
         self._took: dict[Replicas, float] = {}  # seconds of its steps of a round, when it last ran
         self._debt: dict[Replicas, float] = {}
@@ -51,7 +53,12 @@ class Shares:
         Args:
             busy: Groups that have requests.
         """
-        self._rivalled = {large for large in busy if any(set(small) < set(large) for small in busy)}
+        self._rivalled = {
+            large
+            for large in busy
+            for small in busy
+            if len(small) < len(large) and (self._same_processors or set(small) < set(large))
+        }
         return {group for group in self._rivalled if group in self._debt}
 
     def lasts(self, busy: Iterable[Replicas]) -> float:

@@ -136,6 +136,7 @@ def world_of(seed: int) -> World:
         chunk_tokens=rng.choice([1, 5, 16]),
         steps=rng.choice([1, 4, 7, {sizes[0]: 7}, {size: rng.randint(1, 9) for size in sizes}]),
         share=rng.choice([0.1, 0.5, 1.0]),
+        same_processors=rng.choice([False, True]),
         stretch=rng.choice([1, 3]),
         headroom=rng.choice([1, 8, 30]),
         patience=rng.choice([1, 10, 100]),

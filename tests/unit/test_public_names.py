@@ -47,7 +47,9 @@ PUBLIC = {
     """,
     "cplayers.hf": "CPCache CPState ContextParallelModel parallelize serving_step",
     "cplayers.cli": "",
-    "cplayers.conf": "CacheConf GQAConf MLAConf PrefillConf ServingConf TopologyConf register_configs",
+    "cplayers.conf": """
+        CacheConf GQAConf MLAConf PrefillConf ServingConf TopologyConf register_configs
+    """,
     "cplayers.serving": """
         Fleet Passage Progress Replicas Request Scheduler ServedModel Server ServingConfig hand_over
         read_trace write_trace

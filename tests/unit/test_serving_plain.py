@@ -34,6 +34,7 @@ from cplayers.serving.router import Router
         ({"steps": {1: 4, 2: 0}}, "steps of a group"),
         ({"share": 0.0}, "share=0.0: a larger group's part"),
         ({"share": 1.5}, "above 0 and at most 1"),
+        ({"same_processors": 1}, "either all replicas share processors, or none do"),
         ({"stretch": 0}, "stretch=0: an int of at least 1"),
         ({"sizes": ()}, "sizes of groups ascend"),
         ({"sizes": (2, 1)}, "sizes of groups ascend"),

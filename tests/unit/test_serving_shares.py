@@ -35,6 +35,14 @@ def test_only_smaller_groups_on_its_own_replicas_make_it_rest() -> None:
     assert shares.resting({PAIR, OTHER}) == set(), "nobody waits for it any more"
 
 
+def test_on_the_same_processors_all_smaller_groups_make_it_rest() -> None:
+    shares = Shares(0.1, same_processors=True)
+    assert shares.resting({PAIR, OTHER}) == set()
+    shares.account({PAIR: 1.0, OTHER: 1.0}, 1.0)
+    assert shares.resting({PAIR, OTHER}) == {PAIR}
+    assert shares.resting({PAIR, (2, 3)}) == set(), "groups of one size do not wait for each other"
+
+
 def test_a_round_lasts_as_long_as_its_busiest_replica() -> None:
     shares = Shares(1.0)
     assert shares.lasts({ALL, ONE}) == 0.0
