@@ -54,17 +54,23 @@ class Health:
         world_size: Ranks in the default process group.
         store: Its store.
         names: How errors name the ranks, where these are some of a larger group.
+        processes: Processes by name, as far as they are known; meetings add to them.
     """
 
     def __init__(
-        self, rank: int, world_size: int, store: Store, names: Sequence[int] | None = None
+        self,
+        rank: int,
+        world_size: int,
+        store: Store,
+        names: Sequence[int] | None = None,
+        processes: dict[int, ProcessId] | None = None,
     ) -> None:
         self.rank = rank
         self._names = names or range(world_size)
         self._ranks = range(world_size)
         self._store = store
         self._meetings = 0
-        self._processes: dict[int, ProcessId] = {}
+        self._processes = {} if processes is None else processes
         self._settled: dict[int, int] = {}
         self._serial = 0
         self._raised: Note | None = None
@@ -93,7 +99,7 @@ class Health:
                 return
             # A slice that runs out leaves the operation running; waiting again picks it up.
             if not self._raise_if_failed(members, what):
-                self._explain(members, what, cause)
+                self.explain(members, what, cause)
 
     def ready(self, scope: Iterable[int]) -> None:
         """Make sure that this rank may start a step with the ranks of ``scope``.
@@ -108,7 +114,7 @@ class Health:
 
     def is_gone(self, rank: int) -> bool:
         """Whether the process of ``rank`` is known to have ended; it has met this one before."""
-        process = self._processes.get(rank)
+        process = self._processes.get(self._names[rank])
         return process is not None and process.is_gone()
 
     def leave(self, reason: str) -> None:
@@ -153,7 +159,7 @@ class Health:
         subjects = {}
         for rank in self._ranks:
             subjects[rank], process = json.loads(self._store.get(keys[rank]))
-            self._processes[rank] = ProcessId(*process)
+            self._processes[self._names[rank]] = ProcessId(*process)
         if len(set(subjects.values())) > 1:
             raise ConfigError(
                 f"{subjects}", "all ranks build the same mesh", "pass equal degrees on every rank"
@@ -170,18 +176,18 @@ class Health:
         try:
             work.wait()
         except RuntimeError as error:
-            self._explain(members, what, error)
+            self.explain(members, what, error)
 
-    def _explain(self, members: Sequence[int], what: str, cause: RuntimeError) -> NoReturn:
+    def explain(self, members: Sequence[int], what: str, cause: RuntimeError) -> NoReturn:
         """Raise for a broken connection: who posted a note, who is gone, else who is left over."""
         deadline = time.monotonic() + WIRE_GRACE_S
         while time.monotonic() < deadline:
             self._raise_if_failed(members, what, cause)
             time.sleep(0.05)
         others = [rank for rank in members if rank != self.rank]
-        root = others[0] if len(others) == 1 else None
+        root, names = others[0] if len(others) == 1 else None, [self._names[r] for r in others]
         reason = str(cause).splitlines()[0]
-        raise self._stop(root, f"lost the connection to ranks {others}: {reason}", what) from cause
+        raise self._stop(root, f"lost the connection to ranks {names}: {reason}", what) from cause
 
     def _raise_if_failed(
         self, members: Iterable[int], what: str, cause: RuntimeError | None = None
@@ -202,7 +208,7 @@ class Health:
         # A store that is lost was served by a rank that is gone, most often 0, whoever waits here.
         for rank in others if reachable else self._ranks:
             if self.is_gone(rank):
-                pid = self._processes[rank].pid
+                pid = self._processes[self._names[rank]].pid
                 raise self._stop(rank, f"its process {pid} is gone", what) from cause
         return reachable
 

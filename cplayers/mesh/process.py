@@ -24,6 +24,10 @@ class ProcessId(NamedTuple):
         """Whether it is known to have ended; False for a process of another host."""
         return self.host == _host() and _started_and_alive(self.pid) != self.started
 
+    def is_alive(self) -> bool:
+        """Whether it is known to live; False for a process of another host."""
+        return bool(self.started) and self.host == _host() and not self.is_gone()
+
 
 def _host() -> str:
     """This host; containers that share a host name differ in their namespace of processes."""

@@ -13,6 +13,10 @@ After a failure the ranks that live find each other again::
         ranks = regroup(ranks, generation + 1)             # on every rank that lives
         meshes = meshes_over(..., generation=generation + 1)
 
+A rank may be lost at any time, also while the others regroup or open their groups. Connecting
+happens inside torch, where nobody looks whether the others live: so the members of a mesh meet
+first, who can be told of a failure, and then connect at once or not at all.
+
 This asks more of the store of the default process group than a run without failures: it must
 outlive every rank. A file store does, and so does one that a launcher serves; one that rank 0
 serves does not.
@@ -24,20 +28,26 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import cast
+from typing import NamedTuple, cast
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, _world
 
 from cplayers.errors import ConfigError, RankFailedError
 from cplayers.mesh.health import MEET_S, SETTLE_S, Health
 from cplayers.mesh.mesh import CPMesh, partition_of
+from cplayers.mesh.process import ProcessId
 from cplayers.mesh.topology import AXES, Topology
 from cplayers.mesh.world import Partition, World, current_world
 
 POLL_S = 0.02
 """How often a rank looks whether the others have come."""
+CONNECT_S = 5.0
+"""How long ranks that have met may take to connect after a loss: as many times this as there were
+losses, so that a slow machine comes through in the end. One that dies meanwhile is noticed then."""
+SPARE_NAMES = 1000
+"""Names of groups that are passed over after a loss: ranks that are gone may have used them."""
 
 
 class Subset(World):
@@ -52,22 +62,31 @@ class Subset(World):
         name = f"cplayers/subset/{generation}/{'-'.join(map(str, ranks))}"
         self.ranks, self.generation = ranks, generation
         here = ranks.index(current_world().health.rank)
-        store = PrefixStore(name, _get_default_store())
-        self.health = Health(here, len(ranks), store, names=ranks)
+        store, processes = PrefixStore(name, _get_default_store()), _known().processes
+        self.health = Health(here, len(ranks), store, ranks, processes)
         self._groups: WeakValueDictionary[Partition, dist.ProcessGroup] = WeakValueDictionary()
 
     def open(self, partitions: Iterable[Partition], subject: str) -> None:
-        """Wait until all members have come; `meshes_over` has opened the groups."""
-        self.health.meet(subject)
+        """Nothing is left to do: `meshes_over` has opened the groups."""
 
 
-_subsets: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, tuple[int, ...]], Subset]]
-_subsets = WeakKeyDictionary()
+class Known(NamedTuple):
+    """What this process knows of the ranks of one default process group.
+
+    Attributes:
+        subsets: By generation and ranks: made once each.
+        processes: By global rank, of those that it has met.
+    """
+
+    subsets: dict[tuple[int, tuple[int, ...]], Subset]
+    processes: dict[int, ProcessId]
 
 
-def _known() -> dict[tuple[int, tuple[int, ...]], Subset]:
-    """Subsets of the default process group by generation and ranks: made once each."""
-    return _subsets.setdefault(cast("dist.ProcessGroup", dist.group.WORLD), {})
+_knowledge: WeakKeyDictionary[dist.ProcessGroup, Known] = WeakKeyDictionary()
+
+
+def _known() -> Known:
+    return _knowledge.setdefault(cast("dist.ProcessGroup", dist.group.WORLD), Known({}, {}))
 
 
 def meshes_over(
@@ -89,6 +108,7 @@ def meshes_over(
 
     Raises:
         ConfigError: The ranks of a group are not those of its topology; before any is opened.
+        RankFailedError: A member failed, or did not come. None of these meshes can be used.
     """
     for ranks, topology in groups:
         if list(ranks) != sorted(set(ranks)) or len(ranks) != topology.world_size:
@@ -97,55 +117,95 @@ def meshes_over(
                 f"the topology has {topology.world_size} ranks, ascending and each of them once",
                 "pass as many ranks in ascending order, or another topology",
             )
+    started = dist.is_initialized()
+    # All before any is opened: where this rank fails, the members of the later ones are told, too.
+    worlds = [_world_of(tuple(ranks), generation) if started else None for ranks, _ in groups]
     opened: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     meshes: list[CPMesh | None] = []
-    for ranks, topology in groups:
-        members = tuple(ranks)
-        world = _open(members, topology, generation, opened) if len(members) > 1 else None
-        here = current_world().health.rank if dist.is_initialized() else members[0]
-        mesh = CPMesh(topology, device_type, world=world) if here in members else None
-        meshes.append(mesh)
+    try:
+        for (ranks, topology), world in zip(groups, worlds, strict=True):
+            if started and len(ranks) > 1:
+                _open(tuple(ranks), topology, world, generation, opened)
+            member = not started or current_world().health.rank in ranks
+            meshes.append(CPMesh(topology, device_type, world=world) if member else None)
+    except BaseException as error:
+        for world in worlds:
+            if world is not None:
+                world.health.leave(f"opening its generation ended with {type(error).__name__}")
+        raise
     return meshes
+
+
+def _world_of(members: tuple[int, ...], generation: int) -> Subset | None:
+    """The world of a group that this rank is in, if there are others."""
+    if len(members) == 1 or current_world().health.rank not in members:
+        return None
+    subsets, key = _known().subsets, (generation, members)
+    if key not in subsets:
+        subsets[key] = Subset(members, generation)
+    return subsets[key]
 
 
 def _open(
     members: tuple[int, ...],
     topology: Topology,
+    world: Subset | None,
     generation: int,
     opened: dict[tuple[int, ...], dist.ProcessGroup | None],
-) -> Subset | None:
-    """Open the process groups of a topology that are not yet; the members' world on members."""
-    known, here = _known(), current_world().health.rank
-    world = None
-    if here in members:
-        world = known.setdefault((generation, members), Subset(members, generation))
+) -> None:
+    """Open the process groups of a topology that are not yet; ``world`` is there on members."""
+    if world is not None:
+        world.health.meet(f"CPMesh({topology})")
     for partition in {partition_of(topology, axis): None for axis in AXES}:
         for group in partition:
             ranks = tuple(members[rank] for rank in group)
             if len(ranks) == 1:
                 continue
             if ranks not in opened:
-                # By every rank: torch numbers groups by how many a process has seen. It does not
-                # wait for those that are not in the group.
-                made = dist.new_group(list(ranks), timeout=timedelta(seconds=MEET_S))
-                opened[ranks] = cast("dist.ProcessGroup", made) if here in ranks else None
+                opened[ranks] = _connect(ranks, world, generation)
             made = opened[ranks]
             if world is not None and made is not None:
                 world.adopt(partition, made)
-    return world
 
 
-def regroup(ranks: Sequence[int], generation: int, limit_s: float = SETTLE_S) -> tuple[int, ...]:
+def _connect(
+    ranks: tuple[int, ...], world: Subset | None, generation: int
+) -> dist.ProcessGroup | None:
+    """A process group, on its members. Called by every rank that lives.
+
+    torch numbers groups by how many a process has seen, so all must see them. It does not wait for
+    those that are not in the group, nor look for failures: hence the short time.
+    """
+    limit_s = CONNECT_S * generation or MEET_S
+    try:
+        made = dist.new_group(list(ranks), timeout=timedelta(seconds=limit_s))
+    except RuntimeError as error:
+        if world is None:
+            raise
+        world.health.explain(range(len(world.ranks)), f"connecting ranks {ranks}", error)
+    if current_world().health.rank not in ranks:
+        return None
+    group = cast("dist.ProcessGroup", made)
+    group.set_timeout(timedelta(seconds=MEET_S))  # of its operations
+    return group
+
+
+def regroup(
+    ranks: Sequence[int], generation: int, limit_s: float = SETTLE_S, busy_s: float = MEET_S
+) -> tuple[int, ...]:
     """Agree with those of ``ranks`` that live on who they are, after one of them was lost.
 
     All waiting in meshes over subsets ends first, on every rank that waits for this one; these
-    meshes cannot be used any more. A rank that neither comes nor is known to have ended is waited
-    for, and left behind when the time is up.
+    meshes cannot be used any more. A rank that does not come is left behind at once where its
+    process is known to have ended, or where it said that it does not come; else when its time is
+    up.
 
     Args:
         ranks: Global ranks before the loss, alike on all.
         generation: Of the meshes that come next, alike on all.
-        limit_s: How long to wait for a rank of which nothing is known.
+        limit_s: Seconds to wait for a rank of which nothing is known: on another host.
+        busy_s: Seconds to wait for a rank whose process is known to live; it may be amid a long
+            step.
 
     Returns:
         The ranks that go on, in the order of ``ranks``; alike on all of them.
@@ -153,30 +213,67 @@ def regroup(ranks: Sequence[int], generation: int, limit_s: float = SETTLE_S) ->
     Raises:
         RankFailedError: This rank came too late and was left behind.
     """
-    here, reason = current_world().health.rank, f"ranks regroup to generation {generation}"
-    for world in _known().values():
+    here, known = current_world().health.rank, _known()
+    reason = f"ranks regroup to generation {generation}. Go on with its meshes, or its server"
+    for world in known.subsets.values():
         if world.generation < generation:
             world.health.leave(reason)
-    store = PrefixStore(f"cplayers/regroup/{generation}", _get_default_store())
-    store.set(str(here), "here")
-    worlds = [world for world in _known().values() if world.generation < generation]
-    deadline = time.monotonic() + limit_s
+    store = _words(generation)
+    store.set(str(here), json.dumps([_world.group_count, ProcessId.current()]))
+    began = time.monotonic()
     while not store.check(["agreed"]):
-        came = [rank for rank in ranks if store.check([str(rank)])]
-        absent = [rank for rank in ranks if rank not in came and not _is_gone(rank, worlds)]
-        if not absent or time.monotonic() > deadline:
-            store.compare_set("agreed", "", json.dumps(came))  # the first to say so decides
+        waited = time.monotonic() - began
+        said = {rank: word for rank in ranks if (word := _word(store, rank))}
+        if all(rank in said or waited > _limit(rank, limit_s, busy_s) for rank in ranks):
+            came = {rank: word for rank in ranks if (word := json.loads(said.get(rank, "null")))}
+            store.compare_set("agreed", "", json.dumps(list(came.items())))  # the first decides
         time.sleep(POLL_S)
-    agreed = tuple(json.loads(store.get("agreed")))
+    agreed = dict(json.loads(store.get("agreed")))
     if here not in agreed:
         raise RankFailedError(
-            f"rank {here} came too late: ranks {agreed} go on without it. Remedy: end this process",
+            f"rank {here} came too late: ranks {tuple(agreed)} go on without it. "
+            "Remedy: end this process",
             here,
         )
-    return agreed
+    # Where ranks were amid opening groups, they have seen different numbers of them.
+    count = max(seen for seen, _ in agreed.values()) + SPARE_NAMES
+    _world.group_count = max(_world.group_count, count)  # above it where they agreed before
+    known.processes.update({rank: ProcessId(*process) for rank, (_, process) in agreed.items()})
+    return tuple(agreed)
 
 
-def _is_gone(rank: int, worlds: Iterable[Subset]) -> bool:
-    """Whether the process of ``rank`` has ended, as far as this one knows it."""
-    mine = [world for world in worlds if rank in world.ranks]
-    return any(world.health.is_gone(world.ranks.index(rank)) for world in mine)
+def withdraw(generation: int) -> None:
+    """Say that this rank does not come to the next `regroup`, because it has raised.
+
+    Args:
+        generation: The one to which the others regroup next.
+    """
+    if dist.is_initialized():
+        _words(generation).set(str(current_world().health.rank), json.dumps(None))
+
+
+def come_back(generation: int) -> None:
+    """Take back what `withdraw` said.
+
+    Args:
+        generation: As it was said there.
+    """
+    if dist.is_initialized():
+        _words(generation).set(str(current_world().health.rank), "")
+
+
+def _words(generation: int) -> PrefixStore:
+    """Where ranks say that they come, or that they do not."""
+    return PrefixStore(f"cplayers/regroup/{generation}", _get_default_store())
+
+
+def _word(store: PrefixStore, rank: int) -> str:
+    return store.get(str(rank)).decode() if store.check([str(rank)]) else ""
+
+
+def _limit(rank: int, limit_s: float, busy_s: float) -> float:
+    """Seconds for which a rank that says nothing is waited for."""
+    process = _known().processes.get(rank)
+    if process is None:
+        return limit_s
+    return -1.0 if process.is_gone() else busy_s if process.is_alive() else limit_s

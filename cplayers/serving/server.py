@@ -25,13 +25,13 @@ from dataclasses import asdict
 from typing import Any
 
 from cplayers.errors import RankFailedError, StateError
-from cplayers.mesh import CPMesh, Topology, gather_bytes, meshes_over, regroup
+from cplayers.mesh import CPMesh, Topology, gather_bytes, meshes_over
 from cplayers.serving.book import Round
 from cplayers.serving.config import ServingConfig
 from cplayers.serving.fit import require_replicas, require_requests
 from cplayers.serving.fleet import Fleet
 from cplayers.serving.handover import Passage, hand_over
-from cplayers.serving.recovery import catch_up, compare
+from cplayers.serving.recovery import TRIES, Past, hold, is_loss, settle
 from cplayers.serving.requests import Progress, Replicas, Request
 from cplayers.serving.runner import Runner
 from cplayers.serving.scheduler import Scheduler
@@ -39,8 +39,6 @@ from cplayers.serving.served import ServedModel
 
 IDLE_S = 0.005
 """How long a rank without work sleeps before the next agreed point."""
-TRIES = 3
-"""How often the ranks regroup without having lost one, before the failure is raised."""
 
 
 class Server:
@@ -78,14 +76,13 @@ class Server:
         self.model, self.config, self._dcp = model, config, dcp_per_replica
         self.scheduler = Scheduler(config, fleet, dcp_per_replica)
         self.runners: dict[Replicas, Runner] = {}
-        self._generation = self._regrouped = 0
-        self._point, self._said = 0, list[bytes]()  # the last agreed point, and what was said there
+        self._past = Past(fleet.ranks(fleet.replicas))
         self._arrivals: list[Request] = []
         self._began = time.monotonic()
         self._digest = self._digested = 0  # of the decisions so far, and of how many
         layout = self.scheduler.router.layout(1)
         self._slots = model.new_cache(layout, config.num_blocks, CPMesh(Topology()))
-        self._seat(*self._open(fleet, self._generation))
+        self._seat(*self._open(fleet))
 
     @property
     def fleet(self) -> Fleet:
@@ -100,7 +97,7 @@ class Server:
     @property
     def rank(self) -> int:
         """This global rank."""
-        return self.live[self.council.rank("pcp")]
+        return self._rank
 
     @property
     def kv_bytes(self) -> int:
@@ -117,8 +114,8 @@ class Server:
         """Serve requests to their end.
 
         Args:
-            requests: Each is taken in once its arrival has come, by the slowest clock; alike on
-                all ranks.
+            requests: Each is taken in once its arrival has come, by the clock that is furthest
+                ahead; alike on all ranks.
 
         Returns:
             The requests as they ended, in the order given: tokens, times, groups, refusals.
@@ -132,28 +129,29 @@ class Server:
         if not self.scheduler.requests:
             self._began = time.monotonic()
         self._arrivals += sorted(given, key=lambda request: request.arrival)
-        while True:
-            try:
-                with self.council.guard():
-                    if not self._serve():
-                        return [self.scheduler.requests[request.name] for request in given]
-            except RankFailedError as error:
-                self._go_on(error)
+        with self._past.leaving():
+            goes_on = True
+            while goes_on:
+                try:
+                    with self.council.guard():
+                        self._serve()
+                except RankFailedError as error:
+                    self._go_on(error)
+                goes_on = bool(self._arrivals or self.scheduler.unfinished)
+        self.model.restore()
+        return [self.scheduler.requests[request.name] for request in given]
 
     def clock(self) -> float:
         """Seconds after the start on this rank."""
         return time.monotonic() - self._began
 
-    def _serve(self) -> bool:
-        """From one agreed point to the next; False at the end of all requests."""
+    def _serve(self) -> None:
+        """From one agreed point to the next; at the end of all requests there is nothing to do."""
+        self._past.stay()
         result = self._absorb(gather_bytes(self.council, self._report(), "pcp"))
-        if not self._arrivals and not self.scheduler.unfinished:
-            self.model.restore()
-            return False
         self._execute(result)
-        if not self.scheduler.placed:
+        if not self.scheduler.placed and self._arrivals:
             time.sleep(IDLE_S)
-        return True
 
     def _report(self) -> bytes:
         """What this rank has to say; of each group, its first rank speaks."""
@@ -177,10 +175,10 @@ class Server:
 
     def _absorb(self, said: Sequence[bytes]) -> Round:
         """Take in what every rank said at an agreed point, in their order, and decide."""
-        self._point, self._said = self._point + 1, list(said)
+        self._past.add(said)
         reports = [json.loads(text) for text in said]
         if len({report["digest"] for report in reports}) > 1:
-            raise StateError(f"ranks disagree on the decisions before point {self._point}")
+            raise StateError(f"ranks disagree on the decisions before point {self._past.point}")
         now = max(max(report["now"] for report in reports), self.scheduler.now)
         for report in reports:
             for name, (cached, new, times) in report["progress"].items():
@@ -207,7 +205,8 @@ class Server:
         until = self.clock() + result.lasts
         for group, runner in self.runners.items():  # the largest first, on every rank
             if group not in result.resting:
-                runner.run(result.stalled, result.extra.get(group, 0), until)
+                with runner.mesh.guard():  # its members wait for each other, not in the council
+                    runner.run(result.stalled, result.extra.get(group, 0), until)
 
     def _hand_over(self, moves: Sequence[tuple[str, Replicas, Replicas]]) -> None:
         if not moves:
@@ -226,7 +225,7 @@ class Server:
 
     # Groups, and what is left of them after a failure
 
-    def _open(self, fleet: Fleet, generation: int) -> tuple[CPMesh, dict[Replicas, CPMesh]]:
+    def _open(self, fleet: Fleet) -> tuple[CPMesh, dict[Replicas, CPMesh]]:
         """Meshes of a fleet: of all ranks that live, and of each group that this one is in."""
         groups, live = fleet.groups, fleet.ranks(fleet.replicas)
         shapes = [(live, Topology(pcp=len(live)))]
@@ -234,7 +233,7 @@ class Server:
             size = len(group)
             shape = Topology(tp=fleet.ranks_per_replica, pcp=size, dcp=size * self._dcp)
             shapes.append((fleet.ranks(group), shape))
-        meshes = meshes_over(shapes, self.model.device.type, generation=generation)
+        meshes = meshes_over(shapes, self.model.device.type, generation=self._past.generation)
         council, *others = meshes
         assert council is not None
         mine = zip(groups, others, strict=True)
@@ -243,6 +242,7 @@ class Server:
     def _seat(self, council: CPMesh, meshes: dict[Replicas, CPMesh]) -> None:
         """Use these meshes; groups that were there before keep their caches and requests."""
         before, self.runners, self.council = self.runners, {}, council
+        self._rank = self.live[council.rank("pcp")]
         for group, mesh in meshes.items():
             if group in before:
                 self.runners[group] = before[group]
@@ -255,44 +255,44 @@ class Server:
 
     def _go_on(self, error: RankFailedError) -> None:
         """Recover from a failure, and again where another rank fails meanwhile."""
-        while True:
-            before = self.live
+        vain, done = 0, False
+        while not done:
+            before = self._past.ranks
             try:
                 self._recover()
+                done = True
             except RankFailedError as another:
                 if another.rank == self.rank:  # left behind
                     raise
                 error = another
-                continue
-            self._regrouped = self._regrouped + 1 if self.live == before else 0
-            if self._regrouped > TRIES:
+                vain = vain + 1 if self._past.ranks == before else 0
+            if max(vain, self._past.vain) > TRIES:
                 raise error
-            return
 
     def _recover(self) -> None:
         """See `cplayers.serving.recovery`."""
-        self._generation += 1
-        left = regroup(self.live, self._generation)
+        left = self._past.regroup()
         fleet = self.fleet.without(set(self.live) - set(left))
         if self.rank not in fleet.ranks(fleet.replicas):
             raise RankFailedError(
                 f"rank {self.rank} is left of a replica that lost others. Remedy: end it",
                 self.rank,
             )
-        council, meshes = self._open(fleet, self._generation)
-        missed = catch_up(council, self._point, self._said)
-        if missed is not None:
-            self._absorb(missed)
-        held = {group: self.runners[group].report() for group in meshes if group in self.runners}
-        whole = compare(council, fleet, self.scheduler.placed, held)
-        now, requests = self.scheduler.now, self.scheduler.requests
-        self.scheduler.lose(fleet, {name: each.group for name, each in whole.items()}, now)
-        for name, each in whole.items():
-            self.scheduler.advance(name, each.cached, each.new, each.times)
+        council, meshes = self._open(fleet)
+        with council.guard():
+            missed = self._past.catch_up(council)
+            if missed is not None:
+                self._take_in(missed)
+            held = {
+                group: self.runners[group].report() for group in meshes if group in self.runners
+            }
+            self._take_in(gather_bytes(council, hold(fleet, held), "pcp"))
         self._seat(council, meshes)
-        for group, runner in self.runners.items():
-            for name in list(runner.residents):
-                if requests[name].group == group:
-                    runner.restore(name, whole[name].cached, requests[name].new)
-                else:
-                    runner.leave(name)
+
+    def _take_in(self, said: Sequence[bytes]) -> None:
+        """Go past an agreed point: of a round, which is not carried out any more, or of a loss."""
+        if is_loss(said):
+            self._past.add(said)
+            settle(said, self.scheduler, self.runners)
+        else:
+            self._absorb(said)

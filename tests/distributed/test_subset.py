@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_processes import reports_of
 
 from cplayers import ConfigError, CPMesh, RankFailedError, Topology
-from cplayers.mesh import exchange, gather_bytes, meshes_over, regroup
+from cplayers.mesh import exchange, gather_bytes, meshes_over, regroup, subset
 
 
 def total(mesh: CPMesh, x: float) -> float:
@@ -75,6 +76,78 @@ def test_a_second_loss_is_survived_as_well(tmp_path) -> None:
     assert reports_of(lose_two_in_turn, 4, tmp_path) == {1: expected, 3: expected}
 
 
+def lose_one_that_has_regrouped(rank: int, folder: Path):
+    """Rank 3 dies, and rank 2 where the others are about to open groups with it."""
+    (mesh,), left = meshes(range(4)), tuple(range(4))
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RankFailedError):
+        total(mesh, rank)
+    left = regroup(left, 1)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RankFailedError) as error:
+        meshes(left, generation=1)
+    again = regroup(left, 2)
+    (mesh,) = meshes(again, generation=2)
+    return [list(left), error.value.rank, list(again), total(mesh, rank)]
+
+
+def test_a_loss_between_regrouping_and_opening_is_survived(tmp_path) -> None:
+    expected = [[0, 1, 2], 2, [0, 1], 1.0]
+    reports = reports_of(lose_one_that_has_regrouped, 4, tmp_path)
+    assert reports == dict.fromkeys((0, 1), expected)
+
+
+def lose_one_that_connects(rank: int, folder: Path):
+    """Rank 3 dies as it connects to rank 2; ranks 0 and 1 have seen one more group by then."""
+    subset.CONNECT_S = 1.0
+    assert regroup(range(4), 1) == (0, 1, 2, 3)
+    if rank == 3:
+        dist.new_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RankFailedError) as error:
+        meshes((2, 3), (0, 1), range(4), generation=1)
+    left = regroup(range(4), 2)
+    everybody, mine = (*meshes(left, (0, 1), generation=2), None)[:2]
+    if rank == 1:
+        time.sleep(3)  # longer than it may take to connect
+    seen = [total(everybody, rank)] + ([total(mine, rank)] if mine else [])
+    return [error.value.rank if rank == 2 else None, list(left), *seen]
+
+
+def test_a_loss_amid_connecting_is_survived(tmp_path) -> None:
+    assert reports_of(lose_one_that_connects, 4, tmp_path) == {
+        0: [None, [0, 1, 2], 3.0, 1.0],
+        1: [None, [0, 1, 2], 3.0, 1.0],
+        2: [3, [0, 1, 2], 3.0],
+    }
+
+
+def one_is_busy_and_one_withdraws(rank: int, folder: Path):
+    meshes(range(4))
+    began = time.monotonic()
+    if rank == 1:
+        time.sleep(2)
+    if rank == 2:
+        subset.withdraw(1)
+        while not (folder / "0.json").exists():
+            time.sleep(0.05)
+        return "withdrew"
+    if rank == 3:
+        subset.withdraw(1)
+        subset.come_back(1)
+        time.sleep(1)
+    left = regroup(range(4), 1, limit_s=0.2)
+    assert time.monotonic() - began < 10, "who withdrew is not waited for"
+    return [list(left), total(*meshes(left, generation=1), rank)]
+
+
+def test_who_is_busy_is_waited_for_and_who_withdrew_is_not(tmp_path) -> None:
+    expected = [[0, 1, 3], 4.0]
+    reports = reports_of(one_is_busy_and_one_withdraws, 4, tmp_path)
+    assert reports == {0: expected, 1: expected, 2: "withdrew", 3: expected}
+
+
 def one_waits_where_nobody_failed(rank: int, folder: Path):
     """Rank 1 regroups for a reason of its own while rank 0 waits for it in their pair."""
     mine = meshes(range(3), (0, 1))[-1]
@@ -97,7 +170,7 @@ def one_comes_too_late(rank: int, folder: Path):
     if rank == 2:
         while not (folder / "0.json").exists():
             time.sleep(0.05)
-    return list(regroup(range(3), 1, limit_s=0.5))
+    return list(regroup(range(3), 1, busy_s=0.5))
 
 
 @pytest.mark.slow
