@@ -43,9 +43,10 @@ from cplayers.mesh.world import Partition, World, current_world
 
 POLL_S = 0.02
 """How often a rank looks whether the others have come."""
-CONNECT_S = 5.0
+CONNECT_S = 2.0
 """How long ranks that have met may take to connect after a loss: as many times this as there were
-losses, so that a slow machine comes through in the end. One that dies meanwhile is noticed then."""
+losses, so that a slow machine comes through in the end. A rank that dies meanwhile is noticed when
+it is over; gloo tries five times where it had found that rank's address already."""
 SPARE_NAMES = 1000
 """Names of groups that are passed over after a loss: ranks that are gone may have used them."""
 
