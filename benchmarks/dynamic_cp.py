@@ -1,6 +1,6 @@
 """One trace of requests on four replicas: fixed degrees beside dynamic context parallelism.
 
-    python benchmarks/dynamic_cp.py                      # all runs, five minutes on two cores
+    python benchmarks/dynamic_cp.py                      # all runs, nine minutes on two cores
     python benchmarks/dynamic_cp.py --seconds 0          # all requests at once: most throughput
     python benchmarks/dynamic_cp.py --runs dynamic --out /tmp/dynamic
 
@@ -190,7 +190,7 @@ def summary(outcomes: list[Outcome], names: set[str]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", nargs="*", default=list(RUNS), choices=list(RUNS))
-    parser.add_argument("--seconds", type=float, default=20.0, help="over which requests arrive")
+    parser.add_argument("--seconds", type=float, default=40.0, help="over which requests arrive")
     parser.add_argument("--rounds", type=int, default=3, help="of all runs; figures are medians")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0])
     parser.add_argument("--out", type=Path, default=Path("outputs/dynamic_cp"))
