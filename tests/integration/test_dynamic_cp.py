@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 def test_sixty_requests_move_and_end_as_if_alone(tmp_path: Path) -> None:
     """The script itself compares every request's tokens, and the decisions of all ranks."""
     runs = ["cp=1", "dynamic, crossovers"]
-    options = ["--rounds", "1", "--dtype", "float64", "--out", str(tmp_path)]
+    options = ["--seconds", "20", "--rounds", "1", "--dtype", "float64", "--out", str(tmp_path)]
     command = [sys.executable, "benchmarks/dynamic_cp.py", *options, "--runs", *runs]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
