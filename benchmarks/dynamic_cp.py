@@ -274,7 +274,9 @@ def beside(facts: dict[str, dict], classes: Iterable[str]) -> list[dict]:
     lines = []
     for kind in classes:
         for measure in ("latency_mean_s", "new_tokens_per_s"):
-            fixed = {name: facts[name][kind][measure] for name in FIXED if kind in facts[name]}
+            fixed = {
+                name: facts[name][kind][measure] for name in FIXED if kind in facts.get(name, ())
+            }
             if not fixed or kind not in facts.get("dynamic", ()):
                 continue
             more_is_better = measure == "new_tokens_per_s"
