@@ -138,6 +138,7 @@ CASES: dict[str, tuple[str, ...]] = {
 STRATEGIES = ("auto", "gather_q", "gather_kv", "ring")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_vllm_skip_of_empty_context_by_every_strategy(ranks: Any, strategy: str) -> None:
     """vLLM, skip of empty context: N 4, I 16, context 10. Ranks 1 to 3 hold nothing: no hang.

@@ -47,6 +47,7 @@ def check(ranks, tiny: Tiny, chosen: list[Layout]) -> None:
         assert all(result == results[0] for result in results), f"{part}: ranks differ"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("tiny", MODELS, ids=str)
 def test_sampled_layouts_equal_transformers(ranks, tiny: Tiny) -> None:
     offset = MODELS.index(tiny)
