@@ -130,7 +130,7 @@ def hand_over(mesh: CPMesh, axis: str, passages: Sequence[Passage]) -> list[int]
     del packed  # what was sent, and below what came, is out of memory before caches are written
     try:
         _receive(here, routes, arrivals, *came)
-    except Exception as error:
+    except Exception as error:  # of any kind, for the same reason
         refusals.append(error)
     _agree(mesh, axis, passages, refusals)
     del came
@@ -166,7 +166,7 @@ def _description(passages: Sequence[Passage]) -> bytes:
             said = [None if each is None else each.to_json() for each in (give, take)]
             entries.append([_spelled(passage.seq), known, *said])
         return json.dumps(entries).encode()
-    except Exception as error:
+    except Exception as error:  # the others wait for what this rank says, and refuse as it does
         return json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
 
 

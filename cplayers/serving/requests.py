@@ -79,12 +79,11 @@ class Progress:
 
     Attributes:
         request: What was asked for.
-        number: Order of arrival.
+        number: Order of arrival; the latest one is the first to give way.
         new: Tokens generated so far.
         times: When each of them was generated, in seconds after the start.
         group: The group that holds it, ``None`` while it waits.
         cached: Its tokens in the cache of that group.
-        admitted: Number of its last admission; the latest one is the first to give way.
         cramped: Whether its group had no blocks for it at the last agreed point.
         waited: Agreed points for which it has waited since it last ran.
         history: Groups that held it, in order.
@@ -98,7 +97,6 @@ class Progress:
     times: list[float] = field(default_factory=list)
     group: Replicas | None = None
     cached: int = 0
-    admitted: int = -1
     cramped: bool = False
     waited: int = 0
     history: list[Replicas] = field(default_factory=list)

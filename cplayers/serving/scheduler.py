@@ -37,7 +37,6 @@ class Scheduler(Book):
 
     def __init__(self, config: ServingConfig, fleet: Fleet, dcp_per_replica: int = 1) -> None:
         super().__init__(config, fleet, dcp_per_replica)
-        self._admissions = 0
         self._kept: list[Replicas] = []  # groups in which room is kept for a request
         self._shares = Shares(config.share, config.same_processors)
         self._usage: dict[int, int] = {}  # used blocks of each replica, as last logged
@@ -128,9 +127,7 @@ class Scheduler(Book):
                     self._kept.append(groups[0])
                 continue
             room.promise(group, need)
-            self._admissions += 1
             self.place(progress, group)
-            progress.admitted = self._admissions
             progress.history.append(group)
             reason = f"{progress.length} tokens suit {size} replicas"
             self.log("admit", progress, group=group, reason=reason, waited=progress.waited)
